@@ -1,0 +1,1 @@
+"""module → ONNX graphs → verified bundle."""

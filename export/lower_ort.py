@@ -1,0 +1,184 @@
+"""`tfmx::` nodes as ONNX Runtime's fused ops: the `ort` target.
+
+GroupQueryAttention keeps the cache in one buffer of fixed capacity, bound as past and present, where the slot
+of a token is the number of real tokens before it. So the graph needs no position_ids; and a batch padded on
+the left, on the right or in between is first packed (real tokens to the front of each row), and unpacked
+before the head. The pads that follow a row's tokens are written into slots that its next tokens overwrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import onnx_ir as ir
+
+from .. import InputError
+from .lower_portable import END, AttentionNode, PortableLowering
+
+INT32 = ir.DataType.INT32
+MICROSOFT = "com.microsoft"
+
+
+class OrtLowering(PortableLowering):
+    """A built-in decoder for ONNX Runtime."""
+
+    growth = "capacity"
+
+    def token_ids(self) -> ir.Value:
+        ids = self.inputs.input_ids
+        return ids if self.is_decode else self.b.op("ScatterElements", ids, self.slots, ids, axis=1)
+
+    def position_ids(self) -> ir.Value:
+        """For what GroupQueryAttention cannot turn itself: past tokens of the row + slot, (B, T)."""
+        return self._position_ids
+
+    @cached_property
+    def _position_ids(self) -> ir.Value:
+        b = self.b
+        if self.is_decode:
+            return self.n_past
+        columns = b.weight("columns", ir.DataType.INT64, [self.max_context])
+        return b.op("Add", self.n_past, b.slice(columns, b.const([0]), self.length, 0))
+
+    def select(self, x: ir.Value, keep: ir.Value) -> ir.Value:
+        slots = super().select(self.slots, keep)
+        return self.b.op("GatherND", x, self.b.op("Unsqueeze", slots, self.b.const([2])), batch_dims=1)
+
+    @cached_property
+    def length(self) -> ir.Value:
+        return self.b.dim(self.inputs.input_ids, 1)
+
+    @cached_property
+    def new_mask(self) -> ir.Value:
+        """The mask's columns of the new tokens, (B, T)."""
+        return self.b.slice(self.inputs.attention_mask, self.b.op("Neg", self.length), self.b.const([END]), 1)
+
+    @cached_property
+    def n_past(self) -> ir.Value:
+        """Real tokens in the cache, (B, 1)."""
+        b, mask = self.b, self.inputs.attention_mask
+        end = b.const([-1]) if self.is_decode else b.op("Neg", self.length)
+        return b.op("ReduceSum", b.slice(mask, b.const([0]), end, 1), b.const([1]), keepdims=1)
+
+    @cached_property
+    def slots(self) -> ir.Value:
+        """Where each new token goes among its row's new tokens: the real ones first, in their order, (B, T)."""
+        b, mask = self.b, self.new_mask
+        one, axis = b.const(1), b.const(1)
+        n_real = b.op("ReduceSum", mask, b.const([1]), keepdims=1)
+        real = b.op("Sub", b.op("CumSum", mask, axis), one)
+        pads = b.op("Sub", b.op("Add", n_real, b.op("CumSum", b.op("Sub", one, mask), axis)), one)
+        return b.op("Where", b.op("Equal", mask, one), real, pads)
+
+    @cached_property
+    def lengths(self) -> tuple[ir.Value, ir.Value]:
+        """seqlens_k (B,): tokens of each row after this run, less one; and the longest that a row can be."""
+        b = self.b
+        last = self.n_past
+        if not self.is_decode:
+            last = b.op("Add", last, b.op("Sub", self.length, b.const(1)))
+        seqlens_k = b.op("Reshape", b.op("Cast", last, to=INT32), b.const([-1]))
+        total = b.op("Gather", b.op("Shape", self.inputs.attention_mask), b.const(1))
+        return seqlens_k, b.op("Cast", total, to=INT32)
+
+    def norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, kind: str, eps: float) -> ir.Value:
+        if kind == "layer":
+            return super().norm(x, weight, bias, kind, eps)
+        return self.b.op("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=eps, stash_type=1)
+
+    def activation(self, x: ir.Value, kind: str) -> ir.Value:
+        if kind == "silu":
+            return self.b.op("QuickGelu", x, domain=MICROSOFT, alpha=1.0)  # x * sigmoid(1 x)
+        if kind in {"gelu", "gelu_tanh"}:
+            return self.b.op("Gelu" if kind == "gelu" else "FastGelu", x, domain=MICROSOFT)
+        return super().activation(x, kind)
+
+    def attention(self, node: AttentionNode) -> Sequence[ir.Value]:
+        if node.head_dim % 8:
+            raise InputError(
+                f"head_dim is {node.head_dim}, and ONNX Runtime's fused attention wants a multiple of 8; "
+                "export with --target portable"
+            )
+        b = self.b
+        seqlens_k, total = self.lengths
+        turns_itself = self._turns_itself(node)
+        if node.q_norm is None and (turns_itself or node.cos is None):
+            qkv: list[ir.Value | None] = [node.qkv, None, None]
+        else:
+            qkv = [
+                b.op("Reshape", part, b.const([0, 0, n * node.head_dim]))
+                for part, n in zip(
+                    self.heads(node), (node.n_heads, node.n_kv_heads, node.n_kv_heads), strict=True
+                )
+            ]
+        tables = [node.cos, node.sin] if turns_itself else []
+        return b.ops(
+            "GroupQueryAttention",
+            *qkv,
+            node.past_key,
+            node.past_value,
+            seqlens_k,
+            total,
+            *tables,
+            n_outputs=3,
+            domain=MICROSOFT,
+            num_heads=node.n_heads,
+            kv_num_heads=node.n_kv_heads,
+            scale=node.scale,
+            do_rotary=int(turns_itself),
+            **({"softcap": node.softcap} if node.softcap else {}),
+            **({"local_window_size": node.window} if node.window else {}),
+        )
+
+    def turn(self, x: ir.Value, cos: ir.Value, sin: ir.Value, node: AttentionNode) -> ir.Value:
+        return x if self._turns_itself(node) else super().turn(x, cos, sin, node)
+
+    def _turns_itself(self, node: AttentionNode) -> bool:
+        """Its own rotary wants a table, a head of 16 n dimensions, and 16 n of them turning."""
+        is_table = node.cos is not None and node.cos.name in self.b.weights
+        return is_table and node.head_dim % 16 == 0 and node.rotary_dim % 16 == 0
+
+
+class OrtModuleLowering(OrtLowering):
+    """A user's own module for ONNX Runtime: fused norms and activations, but its positions and cache stay its own."""
+
+    growth = "append"
+    attention = PortableLowering.attention
+    turn = PortableLowering.turn
+    position_ids = PortableLowering.position_ids
+    token_ids = PortableLowering.token_ids
+    select = PortableLowering.select
+
+
+def fuse_skip_norms(nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:
+    """Add, then SimplifiedLayerNormalization → one SkipSimplifiedLayerNormalization that also returns the sum."""
+    fused: list[ir.Node] = []
+    for node in nodes:
+        added = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+        is_pair = (
+            node.op_type == "SimplifiedLayerNormalization"
+            and added is not None
+            and added.op_type == "Add"
+            and added in fused
+            and not any(value in outputs for value in added.outputs)
+        )
+        if not is_pair or added is None:
+            fused.append(node)
+            continue
+        left, right = added.inputs
+        skip = ir.node(
+            "SkipSimplifiedLayerNormalization",
+            [left, right, node.inputs[1]],
+            {"epsilon": node.attributes["epsilon"].value},
+            domain=MICROSOFT,
+            num_outputs=4,
+        )
+        normed, mean, deviation, total = skip.outputs
+        normed.name, total.name = node.outputs[0].name, added.outputs[0].name
+        mean.name = deviation.name = ""  # not wanted
+        skip.name = node.name
+        node.outputs[0].replace_all_uses_with(normed)
+        added.outputs[0].replace_all_uses_with(total)
+        fused[fused.index(added)] = skip
+    return fused

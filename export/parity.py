@@ -1,0 +1,256 @@
+"""The gate: the graphs must be as close to PyTorch in float64 as PyTorch itself is in the bundle's precision.
+
+    e_onnx  = max |onnx - torch float64|
+    e_torch = max |torch - torch float64|          pass if e_onnx <= 4 e_torch, in every case
+
+No tolerance is chosen by hand: real exports sit at 0.5 to 2 times e_torch, faults far above 4. A case of few
+numbers can by luck find PyTorch almost exact, so that its e_torch is at least the median of all cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import torch
+
+from .. import TfmxError
+from .cases import Case, Run, parity_cases
+from .progress import Progress
+from .reference import Array, CaseOutputs, Pasts, Reference
+
+FACTOR = 4.0
+RULE = f"max|onnx - torch64| <= {FACTOR:g} * max|torch - torch64|"
+CACHE_BYTES = 2**29  # what the longest case may take for its cache
+
+
+class ParityError(TfmxError):
+    """The graphs do not compute what PyTorch computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseParity:
+    name: str
+    error: float  # of the logits
+    budget: float
+    state_error: float  # of what was written into the cache
+    state_budget: float
+    mean_error: float
+    argmax_agreement: float
+    margin: float  # smallest distance between the two best logits
+
+    @property
+    def ratio(self) -> float:
+        """How many times PyTorch's own error; NaN where a value is not finite."""
+        shares = [self.error / self.budget, self.state_error / self.state_budget if self.state_budget else 0.0]
+        return FACTOR * float(np.max(shares))
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.budget and self.state_error <= self.state_budget
+
+    def __str__(self) -> str:
+        return (
+            f"'{self.name}': logits off by {self.error:.2g} (budget {self.budget:.2g}, mean {self.mean_error:.2g}), "
+            f"cache by {self.state_error:.2g} (budget {self.state_budget:.2g}), "
+            f"argmax agrees on {self.argmax_agreement:.0%}, smallest top-2 margin {self.margin:.2g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    cases: tuple[CaseParity, ...]
+    golden: dict[str, Array]  # what golden.npz holds
+
+    @property
+    def worst(self) -> CaseParity:
+        return max(self.cases, key=lambda case: np.inf if np.isnan(case.ratio) else case.ratio)
+
+    @property
+    def passed(self) -> bool:
+        return all(case.passed for case in self.cases)
+
+    def certificate(self) -> dict[str, object]:
+        """What the manifest says; three digits, since the last ones differ from machine to machine."""
+        return {
+            "rule": RULE,
+            "reference": f"torch {torch.__version__.split('+')[0]} float64",
+            "runtime": f"onnxruntime {ort.__version__}",
+            "passed": self.passed,
+            "worst_ratio": _short(self.worst.ratio),
+            "cases": [
+                {
+                    "name": case.name,
+                    "error": _short(case.error),
+                    "budget": _short(case.budget),
+                    "ratio": _short(case.ratio),
+                    "argmax_agreement": _short(case.argmax_agreement),
+                }
+                for case in self.cases
+            ],
+        }
+
+    def require(self) -> None:
+        failed = sum(not case.passed for case in self.cases)
+        if failed:
+            raise ParityError(f"parity failed in {failed} of {len(self.cases)} cases, worst {self.worst}")
+
+
+class Graphs:
+    """The graphs of a folder, run on given caches; `growth` says how they lay out theirs."""
+
+    def __init__(self, folder: Path, growth: str) -> None:
+        self.growth = growth
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        self.sessions = {
+            kind: ort.InferenceSession(str(folder / f"{kind}.onnx"), options, providers=["CPUExecutionProvider"])
+            for kind in ("prefill", "decode")
+        }
+
+    def run(self, reference: Reference, pasts: Pasts, case: Case) -> CaseOutputs:
+        result = CaseOutputs()
+        columns = case.runs[-1].attention_mask.shape[1]
+        state = [pasts.state(i, case).contiguous().numpy() for i in range(len(reference.spec))]
+        if self.growth == "capacity":
+            state = [packed(values, case, columns + case.spare if case.spare else 0) for values in state]
+        for run in case.runs:
+            outputs = self._call(run, reference, state)
+            result.logits.append(outputs[0])
+            state = outputs[1:]
+            result.states.append([self._written(values, run) for values in state])
+        return result
+
+    def _call(self, run: Run, reference: Reference, state: Sequence[Array]) -> list[Array]:
+        session = self.sessions[run.graph]
+        given = {
+            "input_ids": run.input_ids,
+            "attention_mask": run.attention_mask,
+            "position_ids": run.position_ids,
+            "num_logits_to_keep": np.array(run.keep),
+            **{s.past: values for s, values in zip(reference.spec, state, strict=True)},
+        }
+        wanted = {value.name for value in session.get_inputs()}
+        if run.keep:
+            wanted.add("num_logits_to_keep")  # has a default, so it is not among the inputs that must be fed
+        return list(session.run(None, {name: value for name, value in given.items() if name in wanted}))
+
+    def _written(self, present: Array, run: Run) -> Array:
+        if present.ndim != 4:
+            return present
+        is_real, T = run.is_real, run.input_ids.shape[1]
+        rows = np.moveaxis(present, 2, 1)  # (B, S, H, D)
+        if self.growth == "append":
+            return rows[:, rows.shape[1] - T :][is_real]
+        n_past = run.attention_mask[:, :-T].sum(axis=1)
+        return np.concatenate(
+            [row[start : start + count] for row, start, count in zip(rows, n_past, is_real.sum(1), strict=True)]
+        )
+
+
+def packed(values: Array, case: Case, capacity: int) -> Array:
+    """Columns → slots: the real ones of each row first, garbage in the room behind them."""
+    B, H, P, D = values.shape
+    slots = np.full((B, H, max(capacity, P), D), 1e3, dtype=values.dtype)
+    for row, mask in enumerate(case.past_mask):
+        slots[row, :, : int(mask.sum())] = values[row][:, mask == 1]
+    return slots
+
+
+def check_parity(folder: Path, growth: str, reference: Reference, progress: Progress) -> Parity:
+    """Run every case in float64, in the bundle's precision and through the graphs."""
+    cases = parity_cases(reference.vocab_size, reference.max_context, _longest(reference))
+    steps = reference.steps(cases)
+    progress.stage("verifying: PyTorch in float64", 2 * steps)
+    pasts = Pasts(reference, progress.advance)
+    exact = reference.run(cases, pasts, torch.float64, progress.advance)
+    progress.stage(f"verifying: PyTorch in {str(reference.precision).removeprefix('torch.')}", steps)
+    plain = reference.run(cases, pasts, reference.precision, progress.advance)
+    progress.stage("verifying: onnxruntime", len(cases))
+    graphs = Graphs(folder, growth)
+    budgets = _budgets(cases, plain, exact)
+    results: list[CaseParity] = []
+    golden: dict[str, Array] = {}
+    for case, truth, budget in zip(cases, exact, budgets, strict=True):
+        results.append(compare(case, graphs.run(reference, pasts, case), truth, budget))
+        if case.is_golden:
+            golden |= golden_arrays(case, truth, results[-1].budget)
+        progress.advance()
+    return Parity(tuple(results), golden)
+
+
+def _budgets(
+    cases: Sequence[Case], plain: Sequence[CaseOutputs], exact: Sequence[CaseOutputs]
+) -> list[tuple[float, float]]:
+    """For the logits and for the state of each case."""
+    logits = [
+        _largest(np.abs(_real_logits(case, a) - _real_logits(case, b)))
+        for case, a, b in zip(cases, plain, exact, strict=True)
+    ]
+    states = [_largest(np.abs(_flat(a.states) - _flat(b.states))) for a, b in zip(plain, exact, strict=True)]
+    return [
+        (FACTOR * max(logit, float(np.median(logits))), FACTOR * max(state, float(np.median(states))))
+        for logit, state in zip(logits, states, strict=True)
+    ]
+
+
+def _longest(reference: Reference) -> int:
+    per_token = 0
+    for state in reference.spec:
+        if "past_sequence_length" in state.shape:
+            per_token += 4 * int(np.prod([dim for dim in state.shape if isinstance(dim, int)]))
+    return min(reference.max_context, CACHE_BYTES // max(per_token, 1))
+
+
+def compare(case: Case, onnx: CaseOutputs, exact: CaseOutputs, budgets: tuple[float, float]) -> CaseParity:
+    ours, truth = _real_logits(case, onnx), _real_logits(case, exact)
+    error = np.abs(ours - truth)
+    best_two = np.partition(truth, -2, axis=-1)[:, -2:]
+    return CaseParity(
+        name=case.name,
+        error=_largest(error),
+        budget=budgets[0],
+        state_error=_largest(np.abs(_flat(onnx.states) - _flat(exact.states))),
+        state_budget=budgets[1],
+        mean_error=float(error.mean()),
+        argmax_agreement=float((ours.argmax(-1) == truth.argmax(-1)).mean()),
+        margin=float((best_two[:, 1] - best_two[:, 0]).min()),
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _largest(values: Array) -> float:
+    return float(values.max(initial=0.0))  # NaN stays NaN, and fails every comparison
+
+
+def _real_logits(case: Case, outputs: CaseOutputs) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """(tokens, V) of the real tokens whose logits were asked for."""
+    rows = []
+    for run, logits in zip(case.runs, outputs.logits, strict=True):
+        keep = run.keep or run.input_ids.shape[1]
+        rows.append(logits[:, -keep:].astype(np.float64)[run.is_real[:, -keep:]])
+    return np.concatenate(rows)
+
+
+def _flat(states: Sequence[Sequence[Array]]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return np.concatenate([values.astype(np.float64).ravel() for run in states for values in run])
+
+
+def golden_arrays(case: Case, exact: CaseOutputs, budget: float) -> dict[str, Array]:
+    """A prompt (padded left) and its decode steps, with the logits that float64 gives: see runtime/golden.py."""
+    name = case.name.removeprefix("golden: ").replace(" ", "_")
+    prefill, *steps = case.runs
+    decode_ids = [run.input_ids[:, 0] for run in steps]
+    return {
+        f"{name}.input_ids": prefill.input_ids,
+        f"{name}.attention_mask": prefill.attention_mask,
+        f"{name}.decode_ids": np.stack(decode_ids),
+        f"{name}.expected": np.stack([logits[:, -1].astype(np.float32) for logits in exact.logits]),
+        f"{name}.budget": np.float64(budget),
+    }

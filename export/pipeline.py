@@ -1,0 +1,178 @@
+"""`tfmx export`: source → graphs → weights → parity → bundle, and `tfmx verify --against`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from .. import InputError, TfmxError, __version__
+from ..runtime.bundle import (
+    FORMAT,
+    MANIFEST,
+    Bundle,
+    FileInfo,
+    GenerationInfo,
+    GraphInfo,
+    Manifest,
+    SourceInfo,
+    StateInfo,
+    TensorInfo,
+)
+from .parity import Parity, check_parity
+from .progress import Progress, Silent
+from .publish import published
+from .source import Graphs, Source, open_source
+from .stitch import Target
+from .weights import WEIGHTS_FILE, link_weights, write_weights
+
+Precision = Literal["fp32", "fp16"]
+DTYPES: dict[Precision, ir.DataType] = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
+OPSETS = range(17, 25)
+DEFAULT_OPSET = 18  # runs in every runtime that was tried, with 17
+GOLDEN_FILE = "golden.npz"
+
+_TOOLS = ("torch", "onnx", "onnx-ir", "onnxscript")
+_DTYPE_NAMES = {
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.INT64: "int64",
+    ir.DataType.INT32: "int32",
+}
+
+
+class MismatchError(TfmxError):
+    """A bundle was not made from the source that it is compared with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    target: Target = "ort"
+    dtype: Precision = "fp32"
+    opset: int = DEFAULT_OPSET
+    max_context: int | None = None  # None: the model's own
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.opset not in OPSETS:
+            raise InputError(f"--opset is {self.opset}, wanted {OPSETS.start} to {OPSETS.stop - 1}")
+
+
+def export(source: str, out: Path, options: ExportOptions, progress: Progress | None = None) -> Parity | None:
+    """Write the bundle to `out`, or raise and leave `out` as it was; returns the parity that was measured."""
+    progress = progress or Silent()
+    model = open_source(source, DTYPES[options.dtype], options.max_context)
+    with published(out) as folder:
+        graphs = model.graphs(options.target, options.opset, progress)
+        files = write_files(folder, graphs, model, progress)
+        parity = None
+        if options.verify:
+            parity = run_gate(folder, model, options.target, progress)
+            parity.require()
+            files[GOLDEN_FILE] = _write(folder / GOLDEN_FILE, _npz(parity))
+        manifest = make_manifest(model, graphs, options, files, parity)
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())  # last, so that a folder with a manifest is whole
+        Bundle.open(folder, check=False)  # what the runtime would refuse is not published
+    return parity
+
+
+def verify_against(bundle: Bundle, source: str, progress: Progress | None = None) -> Parity:
+    """Repeat the gate for a bundle and the source that it was made from."""
+    manifest = bundle.manifest
+    model = open_source(source, DTYPES[manifest.dtype], manifest.max_context)
+    if (model.vocab_size, len(model.spec)) != (manifest.vocab_size, len(manifest.state)):
+        raise MismatchError(
+            f"{bundle.path} has {len(manifest.state)} state tensors and {manifest.vocab_size} tokens, "
+            f"{source} has {len(model.spec)} and {model.vocab_size}; give the source that it was exported from"
+        )
+    return run_gate(bundle.path, model, manifest.target, progress or Silent())
+
+
+def run_gate(folder: Path, model: Source, target: Target, progress: Progress) -> Parity:
+    return check_parity(folder, model.growth(target), model.reference(), progress)
+
+
+def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress) -> dict[str, FileInfo]:
+    link_weights(graphs.models.values(), graphs.tensors)
+    progress.stage("writing weights", sum(tensor.nbytes for tensor in graphs.tensors))
+    digest = write_weights(folder / WEIGHTS_FILE, graphs.tensors, progress.advance)
+    files = {WEIGHTS_FILE: FileInfo(size=(folder / WEIGHTS_FILE).stat().st_size, sha256=digest)}
+    for kind, graph in graphs.models.items():
+        files[f"{kind}.onnx"] = _write(folder / f"{kind}.onnx", ir.to_proto(graph).SerializeToString(deterministic=True))
+    for name, text in model.texts.items():
+        files[name] = _write(folder / name, text.encode())
+    return files
+
+
+def make_manifest(
+    model: Source, graphs: Graphs, options: ExportOptions, files: dict[str, FileInfo], parity: Parity | None
+) -> Manifest:
+    dtype = _DTYPE_NAMES[DTYPES[options.dtype]]
+    growth = model.growth(options.target)
+    generation = model.generation
+    return Manifest(
+        format=FORMAT,
+        tfmx=__version__,
+        tools={name: importlib.metadata.version(name).split("+")[0] for name in _TOOLS},
+        source=SourceInfo(kind=model.kind, files=model.digests()),
+        target=options.target,
+        dtype=options.dtype,
+        opset=options.opset,
+        vocab_size=model.vocab_size,
+        max_context=model.max_context,
+        model=model.model_info,
+        graphs={kind: _graph_info(kind, graph) for kind, graph in graphs.models.items()},
+        state=tuple(
+            StateInfo(
+                past=state.past,
+                present=state.present,
+                dtype=dtype,  # type: ignore[arg-type]
+                shape=state.shape,
+                growth=state.growth if state.growth == "constant" else growth,  # type: ignore[arg-type]
+            )
+            for state in model.spec
+        ),
+        generation=GenerationInfo(
+            bos_token_id=generation.bos_token_id,
+            eos_token_ids=generation.eos_token_ids,
+            pad_token_id=generation.pad_token_id,
+            sampling=dict(generation.sampling),
+        ),
+        parity=parity.certificate() if parity else None,
+        files=files,
+    )
+
+
+def _graph_info(kind: str, model: ir.Model) -> GraphInfo:
+    def tensors(values: list[ir.Value]) -> tuple[TensorInfo, ...]:
+        return tuple(
+            TensorInfo(name=str(value.name), dtype=_DTYPE_NAMES[value.dtype], shape=_dims(value))  # type: ignore[index,arg-type]
+            for value in values
+        )
+
+    return GraphInfo(
+        file=f"{kind}.onnx", inputs=tensors(list(model.graph.inputs)), outputs=tensors(list(model.graph.outputs))
+    )
+
+
+def _dims(value: ir.Value) -> tuple[int | str, ...]:
+    assert value.shape is not None
+    return tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+
+
+def _write(path: Path, content: bytes) -> FileInfo:
+    path.write_bytes(content)
+    return FileInfo(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def _npz(parity: Parity) -> bytes:
+    """numpy stamps its archives with 1980-01-01, so the same arrays are the same bytes."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **parity.golden)  # type: ignore[arg-type]
+    return buffer.getvalue()

@@ -1,0 +1,161 @@
+"""Bundles appear whole or not at all.
+
+Everything is written into a hidden folder beside the target, flushed, and moved into place by one rename (or
+one exchange with the old bundle). A killed export leaves that hidden folder; the next export to the same
+place removes it. Folders that a live export still writes to are locked, and left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import InputError, TfmxError
+from ..runtime.bundle import MANIFEST
+
+if sys.platform != "win32":
+    import fcntl
+
+
+_BEFORE = "-before"
+
+
+class PublishError(TfmxError):
+    """The bundle could not be written."""
+
+
+class TargetError(InputError):
+    """The folder that was named cannot become a bundle."""
+
+
+@contextlib.contextmanager
+def published(out: Path) -> Iterator[Path]:
+    """A folder to write the bundle into; it takes its place at `out` when the block ends without an error."""
+    _check_target(out)
+    parent = out.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(parent, out.name)
+        folder, lock = _locked_folder(parent, out.name)
+    except OSError as error:
+        raise PublishError(f"cannot write to {parent}: {error.strerror}") from error
+    try:
+        yield folder
+        _flush(folder)
+        folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner may read
+        _move_into_place(folder, out.absolute())
+    except OSError as error:
+        raise PublishError(f"cannot write the bundle {out}: {error.strerror or error}; nothing was changed") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # what is there now: a failed attempt, or the bundle before
+        if lock is not None:
+            os.close(lock)
+
+
+def _check_target(out: Path) -> None:
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise TargetError(f"{out} exists and is not a folder; choose another -o")
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+        raise TargetError(f"{out} holds files that are not a tfmx bundle; choose another -o or empty it")
+
+
+def _prefix(name: str) -> str:
+    return f".{name}.tfmx-"
+
+
+def _locked_folder(parent: Path, name: str) -> tuple[Path, int | None]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix(name), dir=parent))
+        lock = _lock(folder)
+        if lock is not None or sys.platform == "win32":
+            return folder, lock
+        # another export took it for a leftover in the moment before it was locked
+
+
+def _lock(folder: Path) -> int | None:
+    """Hold a folder until the descriptor is closed or the process dies; None: somebody else does, or it is gone."""
+    if sys.platform == "win32":
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(folder)  # noqa: PTH116 - raises if it was removed between open and lock
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_leftovers(parent: Path, name: str) -> None:
+    for before in parent.glob(f"{_glob_escape(_prefix(name))}*{_BEFORE}"):  # see _exchange
+        if not (parent / name).exists():
+            before.rename(parent / name)
+    for folder in parent.glob(f"{_glob_escape(_prefix(name))}*"):
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _glob_escape(text: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
+
+
+def _flush(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _move_into_place(folder: Path, out: Path) -> None:
+    try:
+        folder.rename(out)  # also over an empty folder
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}:
+            raise
+        _exchange(folder, out)
+    descriptor = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(folder: Path, out: Path) -> None:
+    """Swap two folders in one step, where the system can."""
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform != "win32" else None
+    a, b = os.fsencode(folder), os.fsencode(out)
+    if libc is not None and hasattr(libc, "renameat2"):
+        at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE (linux/fs.h)
+        failed = libc.renameat2(at_cwd, a, at_cwd, b, exchange)
+    elif libc is not None and hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(a, b, 2)  # RENAME_SWAP (sys/stdio.h of macOS)
+    else:
+        failed = 1
+    if not failed:
+        return
+    # A system or file system without the exchange: a moment in which neither is at `out`.
+    # A kill in it is mended by the next export (see _remove_leftovers).
+    before = folder.with_name(folder.name + _BEFORE)
+    out.rename(before)
+    folder.rename(out)
+    before.rename(folder)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,180 @@
+"""Fragments → whole graphs: each block stamped once a layer with that layer's weights, in a target's ops.
+
+| graph   | input_ids       | attention_mask | also                                            | logits          |
+|---------|-----------------|----------------|-------------------------------------------------|-----------------|
+| prefill | (B, T), int64   | (B, P+T)       | num_logits_to_keep: the last n columns, 0 = all | (B, n or T, V)  |
+| decode  | (B, 1), int64   | (B, P+1)       |                                                 | (B, 1, V)       |
+
+Both take any past, none included. `portable` graphs also take position_ids like input_ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from ..tfm_model.config import ModelConfig
+from ..tfm_model.state import StateSpec
+from .builder import Builder
+from .lower_ort import OrtLowering, fuse_skip_norms
+from .lower_portable import FLOAT, INT64, GraphInputs, PortableLowering
+from .trace import DecoderFragments, Fragment
+
+Target = Literal["ort", "portable"]
+GraphKind = Literal["prefill", "decode"]
+ROTARY_TABLES = ("rotary.cos", "rotary.sin")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the weights file."""
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    is_column: bool  # a linear layer's (out, in) matrix, stored transposed as (in, out)
+
+
+class WeightPlan:
+    """Which weights the graphs use, under which names and in which layout; the same for all graphs of a bundle."""
+
+    def __init__(self, dtype: ir.DataType, tied: dict[str, str]) -> None:
+        self.dtype = dtype
+        self.tied = tied  # another name of a tensor → its name in the file
+        self.weights: dict[str, Weight] = {}
+        self._columns: set[str] = set()
+
+    def see(self, fragment: Fragment, prefix: str) -> None:
+        """Matrices of linear layers lie transposed, also where an embedding shares them."""
+        for node in fragment.graph:
+            if (node.domain, node.op_type) == ("tfmx", "Linear"):
+                weight = node.inputs[1]
+                assert weight is not None
+                self._columns.add(self.name(fragment, str(weight.name), prefix))
+
+    def name(self, fragment: Fragment, initializer: str, prefix: str) -> str:
+        name = prefix + fragment.weights[initializer]
+        return self.tied.get(name, name)
+
+    def is_column(self, name: str) -> bool:
+        return name in self._columns
+
+    def use(self, builder: Builder, name: str, shape: Sequence[int]) -> ir.Value:
+        is_column = self.is_column(name)
+        stored = tuple(reversed(shape)) if is_column else tuple(shape)
+        self.weights[name] = Weight(name, self.dtype, stored, is_column)
+        return builder.weight(name, self.dtype, stored)
+
+
+def stamp(
+    fragment: Fragment, inputs: Sequence[ir.Value], prefix: str, lowering: PortableLowering, plan: WeightPlan
+) -> list[ir.Value]:
+    """Copy the fragment into the graph under construction; returns its outputs there."""
+    builder = lowering.b
+    values: dict[ir.Value | None, ir.Value | None] = {None: None}
+    values.update(zip(fragment.graph.inputs, inputs, strict=True))
+    for name, initializer in fragment.graph.initializers.items():
+        if name in fragment.weights:
+            assert initializer.shape is not None
+            shape = [int(d) for d in initializer.shape]
+            values[initializer] = plan.use(builder, plan.name(fragment, name, prefix), shape)
+        else:
+            assert initializer.const_value is not None
+            values[initializer] = builder.const_tensor(initializer.const_value.numpy())
+    for node in fragment.graph:
+        mapped = [values[value] for value in node.inputs]
+        if node.domain == "tfmx":
+            weight = mapped[1].name if len(mapped) > 1 and mapped[1] is not None else None
+            outputs = lowering.lower(node, mapped, weight_is_column=weight is not None and plan.is_column(weight))
+        else:
+            attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+            outputs = builder.ops(
+                node.op_type, *mapped, n_outputs=len(node.outputs), domain=node.domain, **attributes
+            )
+        values.update(zip(node.outputs, outputs, strict=True))
+    stamped = [values[output] for output in fragment.graph.outputs]
+    assert all(value is not None for value in stamped)
+    return [value for value in stamped if value is not None]
+
+
+def stitch_decoder(
+    kind: GraphKind,
+    config: ModelConfig,
+    fragments: DecoderFragments,
+    spec: StateSpec,
+    target: Target,
+    opset: int,
+    plan: WeightPlan,
+) -> ir.Model:
+    builder = Builder(kind, opset)
+    inputs = graph_inputs(builder, kind, with_positions=target == "portable")
+    kind_of = PortableLowering if target == "portable" else OrtLowering
+    lowering = kind_of(builder, inputs, plan.dtype, config.context, is_decode=kind == "decode")
+    pasts = [builder.input(state.past, plan.dtype, state.shape) for state in spec]
+    keep = keep_input(builder) if kind == "prefill" else None
+    plan.see(fragments.embedding, "")
+    plan.see(fragments.head, "")
+    for fragment in fragments.blocks.values():
+        for layer in range(config.n_layers):
+            plan.see(fragment, f"blocks.{layer}.")
+
+    [x] = stamp(fragments.embedding, [lowering.token_ids()], "", lowering, plan)
+    rotary = _rotary(builder, config, fragments, lowering, plan)
+    presents: list[ir.Value] = []
+    unused = inputs.attention_mask  # stands for position_ids where the lowering derives them
+    positions = inputs.position_ids or unused
+    for layer in range(config.n_layers):
+        builder.scope = prefix = f"blocks.{layer}"
+        block = fragments.blocks[config.window(layer)]
+        arguments = [x, inputs.attention_mask, positions, *pasts[2 * layer : 2 * layer + 2], *rotary]
+        x, key, value = stamp(block, arguments, f"{prefix}.", lowering, plan)
+        presents += [key, value]
+    builder.scope = "head"
+    if keep is not None:
+        x = lowering.select(x, keep)
+    [logits] = stamp(fragments.head, [x], "", lowering, plan)
+
+    length: int | str = "logits_length" if kind == "prefill" else 1
+    builder.output(logits, "logits", FLOAT, ["batch_size", length, config.vocab_size])
+    for state, present in zip(spec, presents, strict=True):
+        shape = [_present_dim(dim, lowering.growth) for dim in state.shape]
+        builder.output(present, state.present, plan.dtype, shape)
+    builder.nodes = fuse_skip_norms(builder.nodes, builder.outputs) if target == "ort" else builder.nodes
+    return builder.model()
+
+
+def graph_inputs(builder: Builder, kind: GraphKind, *, with_positions: bool) -> GraphInputs:
+    length: int | str = "sequence_length" if kind == "prefill" else 1
+    return GraphInputs(
+        input_ids=builder.input("input_ids", INT64, ["batch_size", length]),
+        attention_mask=builder.input("attention_mask", INT64, ["batch_size", "total_sequence_length"]),
+        position_ids=builder.input("position_ids", INT64, ["batch_size", length]) if with_positions else None,
+    )
+
+
+def keep_input(builder: Builder) -> ir.Value:
+    """An input with a default, so that runtimes that do not know it get all logits."""
+    keep = builder.input("num_logits_to_keep", INT64, [])
+    keep.const_value = ir.Tensor(np.array(0, dtype=np.int64), name="num_logits_to_keep")
+    return keep
+
+
+def _rotary(
+    builder: Builder, config: ModelConfig, fragments: DecoderFragments, lowering: PortableLowering, plan: WeightPlan
+) -> list[ir.Value]:
+    rotary = config.attention.rotary
+    if rotary is None:
+        return []
+    if fragments.rotary is not None:
+        return stamp(fragments.rotary, [lowering.position_ids()], "", lowering, plan)
+    return [builder.weight(name, plan.dtype, [config.context, rotary.dim // 2]) for name in ROTARY_TABLES]
+
+
+def _present_dim(dim: int | str, growth: str) -> int | str:
+    if dim != "past_sequence_length":
+        return dim
+    return "total_sequence_length" if growth == "append" else "present_sequence_length"

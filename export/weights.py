@@ -1,0 +1,72 @@
+"""The weights file: every tensor once, in the order of first use, streamed so that one is in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+WEIGHTS_FILE = "weights.bin"
+ALIGNMENT = 4096  # a page, so that onnxruntime can map each tensor where it lies
+
+_TORCH_DTYPES = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16, ir.DataType.INT64: torch.int64}
+
+
+def torch_dtype(dtype: ir.DataType) -> torch.dtype:
+    return _TORCH_DTYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the file holds it; `read` gives it in just this shape and dtype."""
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        size = int(self.dtype.itemsize)
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+def link_weights(models: Iterable[ir.Model], tensors: Iterable[StoredTensor]) -> None:
+    """Point the graphs' weights at their place in the file."""
+    places: dict[str, ir.ExternalTensor] = {}
+    offset = 0
+    for tensor in tensors:
+        offset += -offset % ALIGNMENT
+        places[tensor.name] = ir.ExternalTensor(
+            WEIGHTS_FILE, offset, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=tensor.name
+        )
+        offset += tensor.nbytes
+    for model in models:
+        for name, value in model.graph.initializers.items():
+            if value.const_value is None:
+                value.const_value = places[name]
+
+
+def write_weights(path: Path, tensors: Iterable[StoredTensor], progress: Callable[[int], None]) -> str:
+    """Write the file and return its sha256; `progress` hears of the bytes written."""
+    digest = hashlib.sha256()
+    offset = 0
+    with path.open("xb") as file:
+        for tensor in tensors:
+            padding = bytes(-offset % ALIGNMENT)
+            data = tensor.read().contiguous()
+            assert tuple(data.shape) == tensor.shape, (tensor.name, data.shape, tensor.shape)
+            assert data.dtype == torch_dtype(tensor.dtype), (tensor.name, data.dtype)
+            content = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
+            for part in (padding, content):
+                file.write(part)
+                digest.update(part)
+            offset += len(padding) + tensor.nbytes
+            progress(tensor.nbytes)
+    return digest.hexdigest()

@@ -1,0 +1,160 @@
+"""A bundle: the folder that export writes and the runtime opens.
+
+Opening checks everything that onnxruntime does not: that each file is there, is a plain file and has the
+size and sha256 that the manifest gives, that nothing else lies in the folder, and that the graphs contain
+only what the exporter emits. The graphs are kept as the bytes that were checked; the weights are mapped by
+onnxruntime from their path, so replace a bundle by renaming a new folder over it, never by writing into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import InputError
+from .graph_audit import GraphSummary, audit_graph
+from .manifest import (
+    FORMAT,
+    MANIFEST,
+    WEIGHTS,
+    BundleError,
+    FileInfo,
+    GenerationInfo,
+    GraphInfo,
+    Manifest,
+    SourceInfo,
+    StateInfo,
+    TensorInfo,
+)
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "WEIGHTS",
+    "Bundle",
+    "BundleError",
+    "BundleNotFoundError",
+    "FileInfo",
+    "GenerationInfo",
+    "GraphInfo",
+    "Manifest",
+    "SourceInfo",
+    "StateInfo",
+    "TensorInfo",
+    "file_info",
+]
+
+_BLOCK = 4 << 20  # bytes hashed at a time
+_SMALL_FILE = 1 << 30  # a graph or text file over this is not read into memory
+
+
+class BundleNotFoundError(InputError):
+    """The path given is no bundle at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """A folder whose files were checked. `graphs` holds the very bytes that the audit has seen."""
+
+    path: Path
+    manifest: Manifest
+    checked: bool  # the sha256 sums too
+    graphs: dict[str, bytes]  # by role: "prefill", "decode", "select"
+    summaries: dict[str, GraphSummary]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, check: bool = True) -> Bundle:
+        """Open a folder. `check=False` skips only the sha256 sums (0.7 s a GiB), not sizes, names or graphs."""
+        folder = Path(path)
+        manifest = _read_manifest(folder)
+        _check_listing(folder, manifest)
+        if check:
+            for name, info in manifest.files.items():
+                if file_info(folder / name).sha256 != info.sha256:
+                    raise BundleError(f"{folder / name} was changed after the export (its sha256 differs)")
+        graphs, summaries = {}, {}
+        weights = manifest.files.get(WEIGHTS)
+        for role, graph in manifest.graphs.items():
+            graphs[role] = _read(folder / graph.file, manifest.files[graph.file], check=check)
+            summaries[role] = audit_graph(graphs[role], graph, weights.size if weights else 0)
+        return cls(path=folder, manifest=manifest, checked=check, graphs=graphs, summaries=summaries)
+
+    def read(self, name: str) -> bytes | None:
+        """One of the small files, e.g. `tokenizer.json`; None when the bundle has none."""
+        info = self.manifest.files.get(name)
+        return None if info is None else _read(self.path / name, info, check=self.checked)
+
+
+def file_info(path: Path) -> FileInfo:
+    """Size and sha256 of a file, read once, in blocks."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            block = bytearray(_BLOCK)
+            while count := file.readinto(block):
+                digest.update(memoryview(block)[:count])
+                size += count
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}") from error
+    return FileInfo(size=size, sha256=digest.hexdigest())
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    if not folder.exists():
+        raise BundleNotFoundError(
+            f"{folder} does not exist; `tfmx export SOURCE -o {folder}` makes a bundle there"
+        )
+    if not folder.is_dir():
+        raise BundleNotFoundError(f"{folder} is not a folder; give the folder that `tfmx export` wrote")
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise BundleNotFoundError(f"{folder} has no {MANIFEST}, so it is no bundle; `tfmx export` writes one")
+    if _plain_size(path) > _SMALL_FILE:
+        raise BundleError(f"{path} is too large to be a manifest")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return Manifest.from_bytes(data)
+    except BundleError as error:
+        raise BundleError(
+            f"{folder}{os.sep}{error}" if str(error).startswith(MANIFEST) else f"{path}: {error}"
+        ) from error
+
+
+def _check_listing(folder: Path, manifest: Manifest) -> None:
+    for name, info in manifest.files.items():
+        path = folder / name
+        if not os.path.lexists(path):
+            raise BundleError(f"{path} is missing; copy the whole bundle or export it again")
+        size = _plain_size(path)
+        if size != info.size:
+            raise BundleError(
+                f"{path} has {size} bytes, the manifest says {info.size}; copy or export it again"
+            )
+    for name in sorted(entry.name for entry in folder.iterdir()):
+        if name != MANIFEST and name not in manifest.files:
+            raise BundleError(f"{folder / name} is not part of the bundle; remove it")
+
+
+def _plain_size(path: Path) -> int:
+    status = os.lstat(path)  # not stat: a link is refused, and a FIFO is never opened
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{path} is not a plain file (links, folders and pipes are refused)")
+    return status.st_size
+
+
+def _read(path: Path, info: FileInfo, *, check: bool) -> bytes:
+    if info.size > _SMALL_FILE:
+        raise BundleError(f"{path} has {info.size} bytes, too large for a file of its kind")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) != info.size or (check and hashlib.sha256(data).hexdigest() != info.sha256):
+        raise BundleError(f"{path} was changed after the export (its sha256 differs)")
+    return data

@@ -1,0 +1,161 @@
+"""Runs graphs whose cache is one buffer of fixed capacity C, bound as past and present: written in place.
+
+A token's slot is its rank among the row's tokens, so there is no padding anywhere: each row is prefilled
+alone, on its own slice of the buffers, and only decoding runs the batch together. The operator behind it
+(GroupQueryAttention) needs this: several new tokens after a past work for one row only. It would silently
+reallocate a buffer that is too short, so room is made before every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .device_buffer import DeviceBuffer
+from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, SelectedLogits, check_room
+from .manifest import BundleError
+from .session import NUMPY_DTYPES, Binding, Session
+
+_GRANULE = 64  # capacities are multiples of it
+_SHRINK_FROM = 128  # tokens: a shorter prefill leaves little in the arena
+
+
+class CapacityEngine:
+    def __init__(self, graphs: Graphs, batch: int, expected: int) -> None:
+        if not graphs.prefill.takes("num_logits_to_keep"):
+            raise BundleError("a prefill graph with a cache of fixed capacity must take num_logits_to_keep")
+        self.lengths = [0] * batch
+        self._graphs = graphs
+        self._states = graphs.manifest.state
+        self._axes = [
+            next(i for i, dim in enumerate(s.shape) if i and isinstance(dim, str)) for s in self._states
+        ]
+        self._capacity = self._rounded(expected)
+        self._buffers = [self._allocate(index, batch) for index in range(len(self._states))]
+        self._logits = DeviceBuffer((batch, 1, graphs.manifest.vocab_size), np.float32, graphs.device)
+        self._decode_binding: Binding | None = None  # made anew when an address or the batch changes
+
+    @property
+    def can_trim(self) -> bool:
+        return True
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def prefill(self, rows: Sequence[Sequence[int]]) -> Logits:
+        self._make_room([len(row) for row in rows])
+        before = list(self.lengths)
+        try:
+            for index, row in enumerate(rows):
+                self._prefill_row(index, row)
+        except BaseException:  # also Ctrl-C: what was written lies behind the old lengths and is never read
+            self.lengths = before
+            raise
+        return self._result()
+
+    def decode(self, tokens: Sequence[int] | IntArray) -> Logits:
+        self._make_room([1] * len(self.lengths))
+        ids = np.asarray(tokens, np.int64).reshape(-1, 1)  # (B, 1)
+        lengths = np.asarray(self.lengths, np.int64)
+        columns = np.arange(max(self.lengths) + 1)
+        mask = (columns <= lengths[:, None]).astype(np.int64)  # (B, total): length + 1 ones, then zeros
+        session = self._graphs.decoder(len(ids))
+        if self._decode_binding is None:
+            self._decode_binding = self._bind_batch(session)
+        _bind_tokens(session, self._decode_binding, ids, mask, lengths[:, None])
+        session.run(self._decode_binding)
+        self.lengths = [length + 1 for length in self.lengths]
+        return self._result()
+
+    def score(self, row: Sequence[int]) -> FloatArray:
+        assert len(self.lengths) == 1
+        self._make_room([len(row)])
+        logits: FloatArray = np.empty((1, len(row), self._graphs.manifest.vocab_size), np.float32)
+        before = list(self.lengths)
+        try:
+            self._prefill_row(0, row, logits)
+        except BaseException:
+            self.lengths = before
+            raise
+        return logits.reshape(logits.shape[1:])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for buffer, axis in zip(self._buffers, self._axes, strict=True):
+            buffer.keep(axis, list(rows), self.lengths)
+        self.lengths = [self.lengths[row] for row in rows]
+        self._logits = DeviceBuffer((len(rows), *self._logits.shape[1:]), np.float32, self._graphs.device)
+        self._decode_binding = None
+
+    def trim(self, length: int) -> None:
+        self.lengths = [min(length, old) for old in self.lengths]
+
+    def _prefill_row(self, index: int, row: Sequence[int], every: FloatArray | None = None) -> None:
+        """One row in chunks; its last logits go to the batch's buffer, or those of every position to `every`."""
+        session = self._graphs.prefill
+        binding = session.binding()
+        self._bind_cache(binding, index, 1)
+        binding.input("num_logits_to_keep", np.asarray(1 if every is None else 0, np.int64))
+        if every is None:
+            shape = (1, *self._logits.shape[1:])
+            binding.device_output("logits", np.float32, shape, self._logits.row_pointer(index))
+        for start in range(0, len(row), CHUNK):
+            ids = np.asarray([row[start : start + CHUNK]], np.int64)  # (1, T)
+            past, T = self.lengths[index], ids.shape[1]
+            _bind_tokens(
+                session, binding, ids, np.ones((1, past + T), np.int64), np.arange(past, past + T)[None]
+            )
+            if every is not None:
+                binding.output("logits", every[:, start : start + T])
+            session.run(binding, shrink=start + T == len(row) >= _SHRINK_FROM)
+            self.lengths[index] += T
+
+    def _make_room(self, new: list[int]) -> None:
+        assert len(new) == len(self.lengths)
+        check_room(self._graphs.manifest, self.lengths, new)
+        needed = max(length + count for length, count in zip(self.lengths, new, strict=True))
+        if needed > self._capacity:
+            self._capacity = self._rounded(max(needed, 2 * self._capacity))
+            for index, axis in enumerate(self._axes):
+                self._buffers[index] = self._buffers[index].grown(axis, self._capacity, self.lengths)
+            self._decode_binding = None
+
+    def _rounded(self, length: int) -> int:
+        return min(-(-length // _GRANULE) * _GRANULE, self._graphs.manifest.max_context)
+
+    def _allocate(self, index: int, batch: int) -> DeviceBuffer:
+        state = self._states[index]
+        shape = (batch, *(self._capacity if isinstance(dim, str) else dim for dim in state.shape[1:]))
+        return DeviceBuffer(shape, NUMPY_DTYPES[state.dtype], self._graphs.device)
+
+    def _bind_cache(self, binding: Binding, row: int, count: int) -> None:
+        for state, buffer in zip(self._states, self._buffers, strict=True):
+            shape = (count, *buffer.shape[1:])
+            binding.device_input(state.past, buffer.dtype, shape, buffer.row_pointer(row))
+            binding.device_output(state.present, buffer.dtype, shape, buffer.row_pointer(row))
+
+    def _bind_batch(self, session: Session) -> Binding:
+        binding = session.binding()
+        self._bind_cache(binding, 0, len(self.lengths))
+        binding.device_output("logits", np.float32, self._logits.shape, self._logits.pointer)
+        if session.takes("num_logits_to_keep"):
+            binding.input("num_logits_to_keep", np.asarray(1, np.int64))
+        return binding
+
+    def _result(self) -> Logits:
+        logits = self._logits
+        if self._graphs.select is None:
+            return HostLogits(logits.to_host()[:, 0])
+        shape = (logits.shape[0], logits.shape[2])
+        return SelectedLogits(logits.pointer, shape, lambda: logits.to_host()[:, 0], self._graphs.select)
+
+
+def _bind_tokens(
+    session: Session, binding: Binding, ids: IntArray, mask: IntArray, positions: IntArray
+) -> None:
+    binding.input("input_ids", ids)
+    if session.takes("attention_mask"):
+        binding.input("attention_mask", mask)
+    if session.takes("position_ids"):
+        binding.input("position_ids", np.ascontiguousarray(positions))

@@ -1,0 +1,255 @@
+"""Both engines against the numpy reference: every way that tokens get into the state, and out of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tfmx.runtime import append_engine, capacity_engine
+from tfmx.runtime.bundle import Bundle
+from tfmx.runtime.devices import Device
+from tfmx.runtime.engine import ContextFullError, Graphs, open_engine
+from tiny_bundle import CONTEXT, reference_greedy, reference_logits, tiny_weights, write_bundle
+
+CLOSE = {"fp32": 3e-5, "fp16": 0.12}  # logits reach 20; float16 has 11 bits, two layers add up
+ROWS = [[5, 9, 17, 3, 22], [7, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+CPU = Device("cpu", "test")
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return tiny_weights()
+
+
+@pytest.fixture(scope="module", params=["append", "capacity", "append-separate", "capacity-separate"])
+def graphs(request, tmp_path_factory):
+    """`separate`: single sequences too decode with the decode graph, as `tfmx verify` runs them."""
+    flavour, _, separate = request.param.partition("-")
+    folder = tmp_path_factory.mktemp("engines") / flavour
+    write_bundle(folder, flavour)
+    return Graphs(Bundle.open(folder), CPU, threads=1, lean=not separate)
+
+
+def last(weights, row):
+    return reference_logits(weights, row)[-1]
+
+
+def assert_close(found, expected, dtype="fp32"):
+    error = np.abs(np.asarray(found, np.float64) - expected).max()
+    assert error <= CLOSE[dtype], f"max difference {error:.3g}"
+
+
+def test_a_single_prompt_then_decoding_gives_the_reference_logits(graphs, weights):
+    engine, ids = open_engine(graphs, 1, 16), [5, 9, 17]
+    assert_close(engine.prefill([ids]).numpy()[0], last(weights, ids))
+    for token in (3, 250, 22, 9):
+        ids.append(token)
+        assert_close(engine.decode([token]).numpy()[0], last(weights, ids))
+    assert engine.lengths == [7]
+
+
+def test_a_prompt_of_one_token_works(graphs, weights):
+    engine = open_engine(graphs, 1, 8)
+    assert_close(engine.prefill([[42]]).numpy()[0], last(weights, [42]))
+
+
+def test_a_ragged_batch_gives_each_row_what_it_gets_alone(graphs, weights):
+    engine, rows = open_engine(graphs, 3, 32), [list(row) for row in ROWS]
+    logits = engine.prefill(rows)
+    for step in range(6):
+        for found, row in zip(logits.numpy(), rows, strict=True):
+            assert_close(found, last(weights, row))
+        tokens, finite = logits.greedy()
+        assert finite.all()
+        tokens = tokens + step  # leave the model's own path: any token must work
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(int(token) % 320)
+        logits = engine.decode([row[-1] for row in rows])
+    assert engine.lengths == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4])
+def test_prefill_in_chunks_gives_the_same(graphs, weights, chunk, monkeypatch):
+    monkeypatch.setattr(append_engine, "CHUNK", chunk)
+    monkeypatch.setattr(capacity_engine, "CHUNK", chunk)
+    engine = open_engine(graphs, 3, 32)
+    for found, row in zip(engine.prefill(ROWS).numpy(), ROWS, strict=True):
+        assert_close(found, last(weights, row))
+    assert_close(open_engine(graphs, 1, 32).score(ROWS[2]), reference_logits(weights, ROWS[2]))
+
+
+def test_a_second_turn_continues_the_rows(graphs, weights):
+    engine = open_engine(graphs, 3, 8)
+    engine.prefill(ROWS)
+    engine.decode([1, 2, 3])
+    more = [[30, 31], [32, 33, 34, 35], [36]]
+    found = engine.prefill(more).numpy()
+    for i, row in enumerate(ROWS):
+        assert_close(found[i], last(weights, [*row, i + 1, *more[i]]))
+    found = engine.decode([7, 8, 9]).numpy()
+    for i, row in enumerate(ROWS):
+        assert_close(found[i], last(weights, [*row, i + 1, *more[i], i + 7]))
+
+
+def test_trimmed_tokens_are_forgotten(graphs, weights):
+    engine = open_engine(graphs, 3, 8)
+    engine.prefill(ROWS)
+    engine.decode([1, 2, 3])
+    engine.trim(4)
+    assert engine.lengths == [4, 3, 4]
+    found = engine.prefill([[50], [51, 52], [53, 54, 55]]).numpy()
+    kept = [[*ROWS[0][:4], 50], [*ROWS[1], 2, 51, 52], [*ROWS[2][:4], 53, 54, 55]]
+    for i, row in enumerate(kept):
+        assert_close(found[i], last(weights, row))
+    assert engine.can_trim
+
+
+def test_rows_that_are_done_can_be_dropped(graphs, weights):
+    engine = open_engine(graphs, 3, 32)
+    engine.prefill(ROWS)
+    engine.decode([1, 2, 3])
+    engine.keep([1, 2])
+    assert engine.lengths == [3, 12]
+    found = engine.decode([60, 61]).numpy()
+    assert_close(found[0], last(weights, [*ROWS[1], 2, 60]))
+    assert_close(found[1], last(weights, [*ROWS[2], 3, 61]))
+    engine.keep([0])
+    assert_close(engine.decode([62]).numpy()[0], last(weights, [*ROWS[1], 2, 60, 62]))
+
+
+def test_the_whole_context_can_be_filled_and_no_more(graphs, weights):
+    ids = [(7 * i) % 320 for i in range(CONTEXT)]
+    engine = open_engine(graphs, 1, 4)
+    engine.prefill([ids[: CONTEXT - 2]])
+    engine.decode([ids[-2]])
+    assert_close(engine.decode([ids[-1]]).numpy()[0], last(weights, ids))
+    with pytest.raises(ContextFullError, match=f"{CONTEXT + 1} tokens do not fit the context of {CONTEXT}"):
+        engine.decode([1])
+    with pytest.raises(ContextFullError):
+        open_engine(graphs, 2, 4).prefill([[1], [*ids, 1]])
+
+
+def test_a_failed_prefill_leaves_the_state_as_it_was(graphs, weights, monkeypatch):
+    engine = open_engine(graphs, 2, 64)
+    engine.prefill([ROWS[0], ROWS[1]])
+    monkeypatch.setattr(append_engine, "CHUNK", 2)
+    monkeypatch.setattr(capacity_engine, "CHUNK", 2)
+    with pytest.raises(Exception, match="indices element out of data bounds"):
+        engine.prefill([[30, 31, 32, 33, 9999], [34]])  # the second chunk fails
+    assert engine.lengths == [5, 2]
+    found = engine.decode([60, 61]).numpy()
+    assert_close(found[0], last(weights, [*ROWS[0], 60]))
+    assert_close(found[1], last(weights, [*ROWS[1], 61]))
+
+
+def test_logits_do_not_depend_on_the_batch_bit_by_bit(graphs):
+    """The same seed must give the same tokens whatever the batch: fp32 kernels are batch-invariant."""
+    together, alone = open_engine(graphs, 3, 32), open_engine(graphs, 1, 32)
+    both, one = together.prefill([ROWS[2]] * 3).numpy(), alone.prefill([ROWS[2]]).numpy()
+    assert np.array_equal(both[1], one[0])
+    assert np.array_equal(together.decode([4, 4, 4]).numpy()[2], alone.decode([4]).numpy()[0])
+
+
+# --- the cache of fixed capacity -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def capacity_graphs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("capacity") / "bundle"
+    write_bundle(folder, "capacity")
+    return Graphs(Bundle.open(folder), CPU, threads=1)
+
+
+def test_the_capacity_grows_as_needed_and_stays_right(capacity_graphs, weights, monkeypatch):
+    monkeypatch.setattr(capacity_engine, "_GRANULE", 8)
+    engine, rows = open_engine(capacity_graphs, 2, 3), [[5, 9, 17], [7]]
+    assert engine.capacity == 8
+    engine.prefill(rows)
+    seen = []
+    for token in range(100, 100 + 40):
+        logits = engine.decode([token, token + 50])
+        rows[0].append(token)
+        rows[1].append(token + 50)
+        seen.append(engine.capacity)
+    assert sorted(set(seen)) == [8, 16, 32, 64]
+    for found, row in zip(logits.numpy(), rows, strict=True):
+        assert_close(found, last(weights, row))
+
+
+def test_the_capacity_never_passes_the_context(capacity_graphs):
+    assert open_engine(capacity_graphs, 1, 10**6).capacity == CONTEXT
+
+
+def test_garbage_in_unused_slots_is_never_read(capacity_graphs, weights):
+    """Buffers are not cleared: what an earlier request or the allocator left there must not matter."""
+    engine = open_engine(capacity_graphs, 2, 32)
+    for buffer in engine._buffers:
+        buffer.to_host()[:] = np.nan
+    rows = [[5, 9, 17, 3], [7]]
+    engine.prefill(rows)
+    found = engine.decode([60, 61]).numpy()
+    for i, row in enumerate(rows):
+        assert_close(found[i], last(weights, [*row, 60 + i]))
+
+
+def test_the_cache_is_written_in_place(capacity_graphs):
+    engine = open_engine(capacity_graphs, 2, 32)
+    pointers = [buffer.pointer for buffer in engine._buffers]
+    for buffer in engine._buffers:
+        buffer.to_host()[:] = 0
+    engine.prefill([[1, 2, 3], [4]])
+    engine.decode([5, 6])
+    assert [buffer.pointer for buffer in engine._buffers] == pointers
+    for buffer in engine._buffers:
+        filled = np.abs(buffer.to_host()).sum(axis=(1, 3)) > 0  # (B, C)
+        assert filled.sum(axis=1).tolist() == [4, 2]
+        assert buffer.pointer % 64 == 0
+
+
+# --- float16, and choosing on the device -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flavour", ["append", "capacity"])
+def test_float16_bundles_run_on_the_cpu(flavour, tmp_path, weights):
+    write_bundle(tmp_path / "b", flavour, dtype="fp16")
+    graphs = Graphs(Bundle.open(tmp_path / "b"), CPU, threads=1)
+    engine, rows = open_engine(graphs, 3, 16), [list(row) for row in ROWS]
+    engine.prefill(rows)
+    found = engine.decode([60, 61, 62]).numpy()
+    for i, row in enumerate(rows):
+        assert_close(found[i], last(weights, [*row, 60 + i]), "fp16")
+
+
+@pytest.mark.parametrize("flavour", ["append", "capacity"])
+def test_the_select_graph_chooses_what_the_host_would(flavour, tmp_path, weights):
+    from tfmx.runtime.session import Session, SessionSettings
+
+    write_bundle(tmp_path / "b", flavour, select=True)
+    bundle = Bundle.open(tmp_path / "b")
+    graphs = Graphs(bundle, CPU, threads=1)
+    assert graphs.select is None  # on the CPU numpy does it
+    graphs.select = Session(bundle, "select", CPU, SessionSettings(threads=1))
+    engine, ids = open_engine(graphs, 1, 32), [5, 9, 17]
+    logits = engine.prefill([ids])
+    found = []
+    for _ in range(5):
+        tokens, finite = logits.greedy()
+        assert finite.all()
+        assert tokens[0] == logits.numpy()[0].argmax()
+        found.append(int(tokens[0]))
+        logits = engine.decode(tokens)
+    assert found == reference_greedy(weights, ids, 5)
+
+
+@pytest.mark.parametrize("flavour", ["append", "capacity"])
+def test_logits_that_are_not_finite_are_noticed_by_both_choosers(flavour, tmp_path):
+    from tfmx.runtime.session import Session, SessionSettings
+
+    weights = tiny_weights()
+    weights["head"][3, 7] = np.inf
+    write_bundle(tmp_path / "b", flavour, weights=weights, select=True)
+    bundle = Bundle.open(tmp_path / "b")
+    plain, on_device = Graphs(bundle, CPU, threads=1), Graphs(bundle, CPU, threads=1)
+    on_device.select = Session(bundle, "select", CPU, SessionSettings(threads=1))
+    for graphs in (plain, on_device):
+        _, finite = open_engine(graphs, 2, 8).prefill([[1, 2], [3]]).greedy()
+        assert not finite.any()

@@ -1,0 +1,1 @@
+"""The PyTorch definition of the transformers, and the readers of their checkpoints."""

@@ -1,0 +1,76 @@
+"""A checkpoint, whatever file it came from: config, lazily read tensors, tokenizer, defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .. import InputError
+from .config import ModelConfig
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing something, holds something unexpected, or cannot be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor whose bytes stay in the file until `read` is called."""
+
+    name: str  # as the file calls it, for messages
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDefaults:
+    """What the model's makers say about generating with it."""
+
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)  # temperature, top_p, ...: only what they set
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    kind: str  # "huggingface" or "gguf"
+    files: tuple[Path, ...]  # what was read, for the digests in the manifest
+    config: ModelConfig
+    tensors: Mapping[str, LazyTensor]  # by the parameter names of `tfm_model.decoder.Decoder`
+    generation: GenerationDefaults
+    tokenizer_json: str | None = None
+    chat_template: str | None = None
+    huggingface_config: Mapping[str, object] | None = None  # a config.json for downstream runtimes
+
+
+def concat_rows(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
+    """The parts below each other, as one tensor that is read part by part."""
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(name, shape, lambda: torch.cat([part.read() for part in parts]))
+
+
+def read_finite(tensor: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in the dtype that is wanted, or CheckpointError if a value is not finite in either."""
+    source = tensor.read()
+    if not _is_finite(source):
+        raise CheckpointError(f"tensor {tensor.name} holds a value that is not finite (NaN or infinite)")
+    values = source.to(dtype)
+    if not _is_finite(values):
+        low, high = torch.aminmax(source)
+        raise CheckpointError(
+            f"tensor {tensor.name} reaches {max(-float(low), float(high)):.6g}, more than {dtype} can hold "
+            f"({torch.finfo(dtype).max:.6g}); export it as float32"
+        )
+    return values
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values)  # NaN comes through; unlike isfinite(), this makes no copy
+    return math.isfinite(low) and math.isfinite(high)
