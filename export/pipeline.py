@@ -25,7 +25,7 @@ from ..runtime.bundle import (
     StateInfo,
     TensorInfo,
 )
-from .parity import Parity, check_parity
+from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
 from .source import Graphs, Source, open_source
@@ -95,7 +95,7 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
 
 
 def run_gate(folder: Path, model: Source, target: Target, progress: Progress) -> Parity:
-    return check_parity(folder, model.growth(target), model.reference(), progress)
+    return Gate(model.reference(), progress).check(folder, model.growth(target))
 
 
 def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress) -> dict[str, FileInfo]:

@@ -141,8 +141,7 @@ def stitch_decoder(
     length: int | str = "logits_length" if kind == "prefill" else 1
     builder.output(logits, "logits", FLOAT, ["batch_size", length, config.vocab_size])
     for state, present in zip(spec, presents, strict=True):
-        shape = [_present_dim(dim, lowering.growth) for dim in state.shape]
-        builder.output(present, state.present, plan.dtype, shape)
+        builder.output(present, state.present, plan.dtype, present_shape(state.shape, lowering.growth))
     builder.nodes = fuse_skip_norms(builder.nodes, builder.outputs) if target == "ort" else builder.nodes
     return builder.model()
 
@@ -174,7 +173,6 @@ def _rotary(
     return [builder.weight(name, plan.dtype, [config.context, rotary.dim // 2]) for name in ROTARY_TABLES]
 
 
-def _present_dim(dim: int | str, growth: str) -> int | str:
-    if dim != "past_sequence_length":
-        return dim
-    return "total_sequence_length" if growth == "append" else "present_sequence_length"
+def present_shape(shape: Sequence[int | str], growth: str) -> list[int | str]:
+    grown = "total_sequence_length" if growth == "append" else "present_sequence_length"
+    return [grown if dim == "past_sequence_length" else dim for dim in shape]

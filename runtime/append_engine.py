@@ -8,6 +8,7 @@ as they are: nothing is copied to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 

@@ -17,7 +17,7 @@ from .. import TfmxError
 from .bundle import Bundle
 from .devices import Device
 from .manifest import BundleError, Manifest
-from .session import Session, SessionSettings
+from .session import Session
 
 CHUNK = 512  # tokens a prefill run: bounds the memory of attention scores, large enough for full speed
 
@@ -45,20 +45,20 @@ class Graphs:
         self.manifest = bundle.manifest
         self.device = device
         self._bundle = bundle
-        self._settings = SessionSettings(threads=threads)
+        self._threads = threads
         self._lean = lean
-        self.prefill = Session(bundle, "prefill", device, self._settings)
+        self.prefill = Session(bundle, "prefill", device, threads=threads)
         self._decode: Session | None = None
         # chooses the next token where the logits are; on the CPU numpy does it
         has_select = device.kind == "cuda" and "select" in bundle.graphs
-        self.select = Session(bundle, "select", device, self._settings) if has_select else None
+        self.select = Session(bundle, "select", device, threads=threads) if has_select else None
 
     def decoder(self, batch: int) -> Session:
         """The session for decode steps of so many rows."""
         if self._lean and batch == 1:
             return self.prefill
         if self._decode is None:
-            self._decode = Session(self._bundle, "decode", self.device, self._settings)
+            self._decode = Session(self._bundle, "decode", self.device, threads=self._threads)
         return self._decode
 
 

@@ -1,9 +1,7 @@
 """One graph on one device: makes the onnxruntime session and runs it, interruptibly.
 
-Settings that were measured: a session that pre-packs its weights holds a second copy of them, makes prefill
-1.7 times as fast and decoding no faster, so only prefill packs. Memory patterns are off: every step of a
-growing sequence has a new shape, and onnxruntime would keep one pattern for each. The arena is shrunk after
-long prefills, or it would stay at its peak for ever.
+Memory patterns are off: every step of a growing sequence has a new shape, and onnxruntime would keep one
+pattern for each. The arena is shrunk after long prefills, or it would stay at its peak for ever.
 """
 
 from __future__ import annotations
@@ -36,20 +34,14 @@ class SessionError(TfmxError):
     """onnxruntime failed to load or to run a graph."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionSettings:
-    threads: int | None = None  # None: as many as there are physical cores
-    prepack: bool = True
-
-
 class Session:
     """A graph ready to run. Thread-safe: every run has its own binding."""
 
-    def __init__(self, bundle: Bundle, role: str, device: Device, settings: SessionSettings) -> None:
+    def __init__(self, bundle: Bundle, role: str, device: Device, *, threads: int | None = None) -> None:
         self.info: GraphInfo = bundle.manifest.graphs[role]
         self.device = device
         self.ort = import_onnxruntime()
-        options = _session_options(self.ort, bundle.path, device, settings)
+        options = _session_options(self.ort, bundle.path, device, threads)
         try:
             self._session = run_interruptible(
                 lambda: make_session(bundle.graphs[role], options, device),
@@ -167,16 +159,14 @@ def _value_vector() -> Any:
     return _pybind_state.OrtValueVector()
 
 
-def _session_options(ort: Any, folder: Path, device: Device, settings: SessionSettings) -> Any:
+def _session_options(ort: Any, folder: Path, device: Device, threads: int | None) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = _FATAL
     options.enable_mem_pattern = False
-    if settings.threads is not None:
-        options.intra_op_num_threads = settings.threads
+    if threads is not None:  # None: as many as there are physical cores
+        options.intra_op_num_threads = threads
     # the graph is given as the bytes that were audited; its weights lie in the bundle
     entries = {"session.model_external_initializers_file_folder_path": str(folder.absolute())}
-    if not settings.prepack:
-        entries["session.disable_prepacking"] = "1"
     if device.kind == "cuda":
         entries["session.record_ep_graph_assignment_info"] = "1"
     for key, value in entries.items():

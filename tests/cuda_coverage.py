@@ -25,11 +25,12 @@ FOLDED_AT_LOAD = frozenset({"ai.onnx::Constant"})
 # InputMemoryType(OrtMemTypeCPUInput, i) and OutputMemoryType(OrtMemTypeCPUInput, 0) of the kernels in
 # core/providers/cuda and contrib_ops/cuda: what a CUDA kernel reads from, or leaves in, the host's memory.
 HOST_OUTPUTS = frozenset({"ai.onnx::Shape", "ai.onnx::Size"})
+_SECOND = (
+    "CumSum", "Expand", "Reshape", "Split", "Squeeze", "Tile", "TopK", "Trilu", "Unsqueeze",
+    "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare",
+)  # fmt: skip
 HOST_INPUTS: dict[str, frozenset[int]] = {
-    **{f"ai.onnx::{op}": frozenset({1}) for op in (
-        "CumSum Expand Reshape Split Squeeze Tile TopK Trilu Unsqueeze ReduceL2 ReduceMax ReduceMean ReduceMin "
-        "ReduceProd ReduceSum ReduceSumSquare"
-    ).split()},
+    **{f"ai.onnx::{op}": frozenset({1}) for op in _SECOND},
     "ai.onnx::ConstantOfShape": frozenset({0}),
     "ai.onnx::Range": frozenset({0, 1, 2}),
     "ai.onnx::OneHot": frozenset({1, 2}),
@@ -38,7 +39,7 @@ HOST_INPUTS: dict[str, frozenset[int]] = {
     "ai.onnx::Slice": frozenset({1, 2, 3, 4}),
     "com.microsoft::GroupQueryAttention": frozenset({6}),
     "com.microsoft::MultiHeadAttention": frozenset({8}),
-}  # fmt: skip
+}
 SMALL_INITIALIZER = 100  # elements: kSmallInitializerThreshold in core/framework/fallback_cpu_capability.cc
 
 
@@ -156,7 +157,9 @@ def _output_type(node: NodeProto, operator: Operator, variable: str) -> str:
 
 
 def attribute(node: NodeProto, name: str) -> object:
-    return next((onnx.helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), None)
+    return next(
+        (onnx.helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), None
+    )
 
 
 def _dtype_name(code: int) -> str:
@@ -179,20 +182,22 @@ def cpu_by_design(model: onnx.ModelProto) -> list[TypedNode]:
     on_host: set[str] = set()
     found = []
     for typed in typed_nodes(model):
-        name, inputs = typed.operator.name, [name for name in typed.node.input if name]
-        reads = HOST_INPUTS.get(name, frozenset())
-        stays = any(
-            value in on_host and i in reads for i, value in enumerate(typed.node.input)
-        ) or "float16" in typed.types.values()
-        follows = any(value in on_host for value in inputs)
-        if name in HOST_OUTPUTS:
+        inputs = [name for name in typed.node.input if name]
+        if typed.operator.name in HOST_OUTPUTS:
             on_host.update(typed.node.output)
-        elif follows and (not has_cuda_kernel(typed)):
-            on_host.update(typed.node.output)
-        elif follows and not stays and all(value in on_host or value in free for value in inputs):
-            on_host.update(typed.node.output)
-            found.append(typed)
+        elif any(name in on_host for name in inputs):
+            if not has_cuda_kernel(typed):  # missing: the CPU takes it, and what follows may follow there
+                on_host.update(typed.node.output)
+            elif all(name in on_host or name in free for name in inputs) and not _stays(typed, on_host):
+                on_host.update(typed.node.output)
+                found.append(typed)
     return found
+
+
+def _stays(typed: TypedNode, on_host: set[str]) -> bool:
+    reads = HOST_INPUTS.get(typed.operator.name, frozenset())
+    is_read_there = any(name in on_host and i in reads for i, name in enumerate(typed.node.input))
+    return is_read_there or "float16" in typed.types.values()
 
 
 def device_reads(model: onnx.ModelProto) -> list[str]:
@@ -205,7 +210,7 @@ def device_reads(model: onnx.ModelProto) -> list[str]:
     for typed in typed_nodes(model):
         if typed.operator.name in HOST_OUTPUTS:
             on_host.update(typed.node.output)
-        for i in sorted(HOST_INPUTS.get(typed.operator.name, ())):
-            if i < len(typed.node.input) and typed.node.input[i] and typed.node.input[i] not in on_host:
-                found.append(f"{typed.node.name} reads {typed.node.input[i]}")
+        inputs = dict(enumerate(typed.node.input))
+        read = [inputs.get(i, "") for i in sorted(HOST_INPUTS.get(typed.operator.name, ()))]
+        found += [f"{typed.node.name} reads {name}" for name in read if name and name not in on_host]
     return found

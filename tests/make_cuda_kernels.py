@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import onnx
-
 from tfmx.runtime.ops import OPS, OPSETS
 
 DATA = Path(__file__).parent / "data" / "cuda_kernels.json"
@@ -64,7 +63,9 @@ def read_versions(text: str) -> list[int | None]:
 
 
 def read_types(text: str) -> dict[str, list[str]]:
-    found = {match["variable"]: re.findall(r"tensor\((\w+)\)", match["types"]) for match in _TYPES.finditer(text)}
+    found = {
+        match["variable"]: re.findall(r"tensor\((\w+)\)", match["types"]) for match in _TYPES.finditer(text)
+    }
     return {variable: types for variable, types in found.items() if types}
 
 

@@ -16,7 +16,6 @@ import torch
 from cuda_coverage import FACTS, cpu_by_design, device_reads, missing_cuda_kernels
 from make_cuda_kernels import read_rows, read_signature, read_types, read_versions
 from onnx import TensorProto, helper
-
 from tfmx.export.source import stored_tensors
 from tfmx.export.stitch import GraphKind, Target, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder
@@ -53,7 +52,13 @@ CONFIGS = {
         _LLAMA,
         norm=NormConfig(kind="layer", bias=True),
         attention=AttentionConfig(
-            n_heads=4, n_kv_heads=2, head_dim=16, qkv_bias=True, out_bias=True, softcap=5.0, rotary=RotaryConfig(dim=8)
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=16,
+            qkv_bias=True,
+            out_bias=True,
+            softcap=5.0,
+            rotary=RotaryConfig(dim=8),
         ),
         mlp=MlpConfig(hidden=48, activation="gelu", gated=False, bias=True),
         windows=(5, None),
@@ -136,10 +141,17 @@ def test_a_decode_step_never_waits_for_a_number_from_the_gpu(target: Target, con
 
 
 def graph_of(
-    op: str, *dtypes: int, domain: str = "", opset: int = 18, out: int = TensorProto.FLOAT, **attributes: object
+    op: str,
+    *dtypes: int,
+    domain: str = "",
+    opset: int = 18,
+    out: int = TensorProto.FLOAT,
+    **attributes: object,
 ):
     names = [f"in{i}" for i in range(len(dtypes))]
-    inputs = [helper.make_tensor_value_info(name, dtype, None) for name, dtype in zip(names, dtypes, strict=True)]
+    inputs = [
+        helper.make_tensor_value_info(name, dtype, None) for name, dtype in zip(names, dtypes, strict=True)
+    ]
     node = helper.make_node(op, names, ["out"], name="planted", domain=domain, **attributes)
     graph = helper.make_graph([node], "planted", inputs, [helper.make_tensor_value_info("out", out, None)])
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
@@ -186,7 +198,9 @@ def test_a_node_that_follows_shapes_but_has_no_kernel_is_missing_and_not_by_desi
         helper.make_node("Expand", ["x", "shape"], ["y"]),  # reads the shape where it is: stays on the GPU
     ]
     x = helper.make_tensor_value_info("x", HALF, [None])
-    model = helper.make_model(helper.make_graph(nodes, "shapes", [x], []), opset_imports=[helper.make_opsetid("", 18)])
+    model = helper.make_model(
+        helper.make_graph(nodes, "shapes", [x], []), opset_imports=[helper.make_opsetid("", 18)]
+    )
     assert missing_cuda_kernels(model) == ["ai.onnx::Sum (since 13) with T=int64"]
     assert [typed.node.op_type for typed in cpu_by_design(model)] == ["Sub"]
     assert device_reads(model) == []

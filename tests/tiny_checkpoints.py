@@ -98,7 +98,7 @@ def write_gguf(
     config = model.config
     architecture = "llama" if config.model_type == "mistral" else config.model_type
     values = gguf_metadata(model, architecture) | (metadata or {})
-    writer = gguf.GGUFWriter(path, str(values.pop("general.architecture", architecture)))
+    writer = gguf.GGUFWriter(path, str(values.pop("general.architecture", architecture)))  # a key of its own
     for key, value in values.items():
         _add(writer, key, value)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -111,7 +111,7 @@ def write_gguf(
             array = permuted(array, heads[part])
         add_tensor(writer, gguf_name(name), np.ascontiguousarray(array), matrices)
     for name, array in (extra or {}).items():
-        writer.add_tensor(name, array)
+        writer.add_tensor(name, array, raw_dtype=getattr(array, "type_", None))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,227 @@
+"""A user's own module: `tfmx export path/to/file.py:factory`.
+
+The file is run (it is the user's program), the factory called without arguments, and what it returns traced
+whole, twice: with any number of tokens, and with one. The protocol is in tfm_model/protocol.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from .. import InputError, TfmxError
+from ..runtime.bundle import FileInfo, file_info
+from ..tfm_model.checkpoint import GenerationDefaults
+from ..tfm_model.protocol import ExportableModule
+from ..tfm_model.state import StateSpec
+from .builder import Builder
+from .lower_ort import OrtModuleLowering, fuse_skip_norms
+from .lower_portable import FLOAT, PortableLowering
+from .progress import Progress
+from .reference import ModuleReference, Reference
+from .source import KINDS, Graphs, SourceKind, stored_tensors
+from .stitch import GraphKind, Target, Weight, WeightPlan, graph_inputs, keep_input, present_shape, stamp
+from .trace import TRACE_OPSET, Fragment, trace
+from .weights import torch_dtype
+
+INLINE = 1024  # constants of more elements than this go into the weights file
+
+
+class ModuleError(InputError):
+    """The user's file or module does not follow the protocol."""
+
+
+class TraceError(TfmxError):
+    """torch.export or its ONNX translation could not follow the user's module."""
+
+
+class ModuleSource:
+    kind: SourceKind = "python"
+
+    def __init__(self, source: str, dtype: ir.DataType, max_context: int | None) -> None:
+        file, _, self._factory_name = source.rpartition(":")
+        self._file = Path(file)
+        self._dtype = dtype
+        self._factory = _load_factory(self._file, self._factory_name)
+        module = self._module()
+        self.spec = _checked_spec(module, source)
+        self.vocab_size, self.max_context = module.vocab_size, module.max_context
+        if max_context is not None and max_context != self.max_context:
+            raise ModuleError(f"--max-context is {max_context}; a module of your own says its max_context itself")
+        self.model_info: dict[str, object] = {"factory": self._factory_name, "class": type(module).__name__}
+        self.generation = GenerationDefaults(eos_token_ids=tuple(getattr(module, "eos_token_ids", ())))
+        self.texts: dict[str, str] = {}
+        tokenizer = getattr(module, "tokenizer_json", None)
+        if tokenizer is not None:
+            self.texts["tokenizer.json"] = str(tokenizer)
+
+    def digests(self) -> dict[str, FileInfo]:
+        return {self._file.name: file_info(self._file)}
+
+    def growth(self, target: Target) -> str:
+        return "append"
+
+    def reference(self) -> Reference:
+        return ModuleReference(self._module, torch_dtype(self._dtype))
+
+    def _module(self) -> ExportableModule:
+        torch.manual_seed(0)  # a factory that draws its weights gives the same ones each time
+        try:
+            module = self._factory()
+        except Exception as error:
+            raise ModuleError(f"{self._factory_name} in {self._file} failed: {_first_line(error)}") from error
+        for name in ("vocab_size", "max_context", "state_spec"):
+            if not hasattr(module, name):
+                raise ModuleError(
+                    f"{type(module).__name__} from {self._file} has no {name}; see tfmx.tfm_model.protocol"
+                )
+        return module  # type: ignore[no-any-return]
+
+    def graphs(self, target: Target, opset: int, progress: Progress) -> Graphs:
+        if opset < TRACE_OPSET:
+            raise ModuleError(f"--opset is {opset}; a module of your own is traced at {TRACE_OPSET} or above")
+        progress.stage("tracing", len(KINDS))
+        module = self._module().to(torch_dtype(self._dtype)).eval()
+        plan = _ModulePlan(self._dtype)
+        models: dict[GraphKind, ir.Model] = {}
+        for kind in KINDS:
+            fragment = _trace_module(module, kind, self.spec, torch_dtype(self._dtype), opset)
+            models[kind] = self._stitch(kind, fragment, target, opset, plan)
+            progress.advance()
+        return Graphs(models, stored_tensors(models.values(), plan.reader))
+
+    def _stitch(
+        self, kind: GraphKind, fragment: Fragment, target: Target, opset: int, plan: _ModulePlan
+    ) -> ir.Model:
+        builder = Builder(kind, opset)
+        inputs = graph_inputs(builder, kind, with_positions=True)
+        pasts = [builder.input(state.past, self._dtype, state.shape) for state in self.spec]
+        keep = keep_input(builder) if kind == "prefill" else None
+        lowering_kind = PortableLowering if target == "portable" else OrtModuleLowering
+        lowering = lowering_kind(builder, inputs, self._dtype, self.max_context, is_decode=kind == "decode")
+        assert inputs.position_ids is not None
+        given = [inputs.input_ids, inputs.attention_mask, inputs.position_ids, *pasts]
+        logits, *presents = stamp(plan.adopt(fragment), given, "", lowering, plan)
+        if self._dtype != FLOAT:
+            logits = builder.op("Cast", logits, to=FLOAT)
+        if keep is not None:
+            logits = PortableLowering.select(lowering, logits, keep)
+        length: int | str = "logits_length" if kind == "prefill" else 1
+        builder.output(logits, "logits", FLOAT, ["batch_size", length, self.vocab_size])
+        for state, present in zip(self.spec, presents, strict=True):
+            builder.output(present, state.present, self._dtype, present_shape(state.shape, "append"))
+        builder.nodes = fuse_skip_norms(builder.nodes, builder.outputs) if target == "ort" else builder.nodes
+        return builder.model()
+
+
+class _ModulePlan(WeightPlan):
+    """Weights by content: the two traces name them differently, and tied ones come under either name."""
+
+    def __init__(self, dtype: ir.DataType) -> None:
+        super().__init__(dtype, {})
+        self._names: dict[str, str] = {}  # content → name in the file
+        self._tensors: dict[str, Tensor] = {}
+
+    def adopt(self, fragment: Fragment) -> Fragment:
+        weights: dict[str, str] = {}
+        for initializer, value in fragment.graph.initializers.items():
+            assert value.const_value is not None
+            array = value.const_value.numpy()
+            if initializer not in fragment.weights and array.size <= INLINE:
+                continue
+            digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()
+            name = self._names.setdefault(digest, fragment.weights.get(initializer, f"constant.{len(self._names)}"))
+            self._tensors[name] = torch.from_numpy(array.copy())
+            weights[initializer] = name
+        adopted = Fragment(fragment.graph, weights)
+        self.see(adopted, "")
+        return adopted
+
+    def use(self, builder: Builder, name: str, shape: object) -> ir.Value:
+        tensor = self._tensors[name]
+        stored = tuple(reversed(tensor.shape)) if self.is_column(name) else tuple(tensor.shape)
+        dtype = ir.DataType.from_numpy(tensor.numpy().dtype)
+        self.weights[name] = Weight(name, dtype, stored, self.is_column(name))
+        return builder.weight(name, dtype, stored)
+
+    def reader(self, value: ir.Value) -> Callable[[], Tensor]:
+        name = str(value.name)
+        if name == "columns":
+            length = value.shape[0] if value.shape is not None else 0
+            return lambda: torch.arange(int(length))
+        tensor = self._tensors[name]
+        return lambda: tensor.T if self.is_column(name) else tensor
+
+
+def _load_factory(file: Path, name: str) -> Callable[[], object]:
+    if not file.is_file():
+        raise ModuleError(f"{file} is not a file; wanted path/to/file.py:factory")
+    module = _run_file(file.resolve())
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        found = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ModuleError(f"{file} has no function {name!r}; it has {found or 'none'}")
+    return factory  # type: ignore[no-any-return]
+
+
+@functools.cache  # one import a process, as for any module
+def _run_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tfmx_source_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModuleError(f"running {file} failed: {_first_line(error)}") from error
+    return module
+
+
+def _checked_spec(module: ExportableModule, source: str) -> StateSpec:
+    spec = module.state_spec()
+    for state in spec:
+        grows = "past_sequence_length" in state.shape
+        if state.shape[:1] != ("batch_size",) or state.growth == "capacity" or grows != (state.growth == "append"):
+            raise ModuleError(
+                f"{source}: state {state.past} has shape {state.shape} and growth {state.growth!r}; wanted "
+                "batch_size first, and past_sequence_length in it just if the growth is 'append'"
+            )
+    return spec
+
+
+def _trace_module(
+    module: ExportableModule, kind: GraphKind, spec: StateSpec, dtype: torch.dtype, opset: int
+) -> Fragment:
+    B, P, T = 2, 3, 5 if kind == "prefill" else 1
+    sizes = {"batch_size": B, "past_sequence_length": P}
+    states = [torch.zeros([sizes.get(str(d), d) for d in state.shape], dtype=dtype) for state in spec]  # type: ignore[misc]
+    ids = torch.zeros(B, T, dtype=torch.int64)
+    row = (0, 1) if kind == "prefill" else (0,)
+    axes = [row, (0, 1), row, *[[i for i, d in enumerate(state.shape) if isinstance(d, str)] for state in spec]]
+
+    def run(input_ids: Tensor, mask: Tensor, positions: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        logits, present = module(input_ids, mask, positions, list(state))
+        return (logits, *present)
+
+    assert isinstance(module, nn.Module)
+    mask = torch.ones(B, P + T, dtype=torch.int64)
+    positions = torch.arange(P, P + T).expand(B, T).contiguous()
+    try:
+        return trace(module, run, [ids, mask, positions, *states], axes, opset)
+    except Exception as error:
+        raise TraceError(f"torch could not trace the module's {kind}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

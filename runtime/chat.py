@@ -1,0 +1,212 @@
+"""Chat messages to a prompt, by the checkpoint's own template.
+
+Templates are programs from strangers. They run in Jinja's sandbox, in a process of their own that is
+limited in time, memory and output (see `template_worker.py`). It is started at the first use (about 0.1 s)
+and then kept: a further render takes under a millisecond.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from . import template_worker
+from .tokenizer import PromptError, Tokenizer
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else the template reads
+
+RENDER_SECONDS = 2.0
+START_SECONDS = 20.0  # on a busy machine
+
+
+class ChatTemplateError(PromptError):
+    """The template refused the messages, or misbehaved."""
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens`: what templates read as variables: bos_token, eos_token, pad_token."""
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The messages as one text. `add_generation_prompt`: with the beginning of the assistant's answer."""
+        check_messages(messages)
+        variables = {
+            **self._special_tokens,
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return _render(self._source, variables)
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The messages as ids. Special tokens come from the template alone: in a message they stay text."""
+        check_messages(messages)
+        marker = _Marker(
+            tokenizer.specials, self._source + json.dumps([list(messages), tools], ensure_ascii=False)
+        )
+        masked = [
+            {key: value if key == "role" else marker.mask(value) for key, value in m.items()}
+            for m in messages
+        ]
+        text = self.render(masked, tools=marker.mask(tools), add_generation_prompt=add_generation_prompt)
+        if not marker.used:  # the usual case, and exactly what transformers does
+            return tokenizer.encode(text, add_special=False, parse_special=True)
+        return tokenizer.encode_marked(text, marker.marks)
+
+
+class _Marker:
+    """Puts single characters that occur nowhere else in place of special tokens' names in users' texts.
+
+    The template sees everything else as it is. A text that ends with the beginning of such a name, or begins
+    with the end of one, gets a mark there that stands for nothing, so that two texts cannot join to one.
+    """
+
+    def __init__(self, specials: frozenset[str], corpus: str) -> None:
+        present = set(corpus)
+        free = (chr(code) for code in range(0x100000, 0x10FFF0) if chr(code) not in present)
+        self._mark_of = {special: next(free) for special in specials}
+        self._border = next(free)
+        self.marks = {mark: special for special, mark in self._mark_of.items()} | {self._border: ""}
+        by_length = sorted(specials, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        self._heads = tuple({special[:size] for special in specials for size in range(1, len(special))})
+        self._tails = tuple({special[size:] for special in specials for size in range(1, len(special))})
+        self.used = False
+
+    def mask(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._mask_text(value)
+        if isinstance(value, Mapping):
+            return {self.mask(key): self.mask(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mask(part) for part in value]
+        return value
+
+    def _mask_text(self, text: str) -> str:
+        masked = self._pattern.sub(lambda match: self._mark_of[match[0]], text)
+        body = masked.strip()  # templates trim: the border goes inside the white space
+        start = len(masked) - len(masked.lstrip())
+        head = self._border if body.startswith(self._tails) else ""
+        tail = self._border if body.endswith(self._heads) else ""
+        masked = masked[:start] + head + body + tail + masked[start + len(body) :]
+        self.used = self.used or masked != text
+        return masked
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise PromptError("there are no messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise PromptError(f"message {index} needs a role and a content, found {str(message)[:60]!r}")
+    try:
+        json.dumps(list(messages))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"the messages are no plain data: {error}") from error
+
+
+# --- the process -----------------------------------------------------------------------------------------
+
+
+class _Worker:
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", str(Path(template_worker.__file__))]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._ask(None, START_SECONDS)
+
+    def render(self, source: str, variables: dict[str, Any]) -> dict[str, str]:
+        return self._ask({"template": source, "variables": variables}, RENDER_SECONDS)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()  # closes the pipes and waits
+
+    def _ask(self, request: object, seconds: float) -> dict[str, str]:
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.start()
+        try:
+            if request is not None:
+                template_worker.write_message(cast("BinaryIO", self._process.stdin), request)
+            reply = template_worker.read_message(cast("BinaryIO", self._process.stdout))
+        except (OSError, ValueError):  # a broken pipe, or half a reply
+            reply = None
+        except BaseException:  # Ctrl-C: its reply would answer the next request
+            self.close()
+            raise
+        finally:
+            timer.cancel()
+        if not isinstance(reply, dict):
+            self.close()
+            raise _WorkerDiedError
+        return reply
+
+
+class _WorkerDiedError(Exception):
+    pass
+
+
+_worker: _Worker | None = None
+_lock = threading.Lock()
+
+
+def _render(source: str, variables: dict[str, Any]) -> str:
+    global _worker  # noqa: PLW0603 (one a process, whatever the number of models)
+    with _lock:
+        try:
+            worker = _worker if _worker is not None else _Worker()
+            _worker = None  # stays so unless it answers
+            reply = worker.render(source, variables)
+            _worker = worker
+        except _WorkerDiedError as error:
+            raise ChatTemplateError(
+                f"the chat template was stopped: it ran for more than {RENDER_SECONDS:g} s or used too much memory"
+            ) from error
+        except OSError as error:
+            raise ChatTemplateError(
+                f"the chat template's process cannot be started: {error.strerror}"
+            ) from error
+    if "error" in reply:
+        raise ChatTemplateError(f"the chat template failed: {reply['error'][:300]}")
+    return reply["text"]
+
+
+def _close_worker() -> None:
+    global _worker  # noqa: PLW0603
+    worker, _worker = _worker, None
+    if worker is not None:
+        worker.close()
+
+
+def _forget_worker() -> None:
+    global _worker, _lock  # noqa: PLW0603
+    _worker, _lock = None, threading.Lock()
+
+
+atexit.register(_close_worker)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_worker)  # the pipes are the parent's

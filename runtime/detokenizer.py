@@ -1,0 +1,75 @@
+"""Token ids to text while they come: never half a character, never past a stop text.
+
+A tokenizer's decoder turns an unfinished character into U+FFFD and may treat the first token of a sequence
+specially, so a window of recent tokens is decoded as a whole and only what is new and final is given out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+_WINDOW = 8  # tokens kept as context once their text was given out
+_PATIENCE = 64  # tokens: text that ends in U+FFFD for so long really contains it
+_UNFINISHED = "\ufffd"
+
+
+class Detokenizer:
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        """`context`: the tokens before the first, when the text continues theirs (a space may depend on them)."""
+        self._decode = decode
+        self._ids = list(context)[-_WINDOW:]
+        self._sent = len(decode(self._ids).rstrip(_UNFINISHED)) if self._ids else 0
+        self._whole = len(self._ids)  # so many ids of the window end at a character's end
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes final; "" while a character is unfinished."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        final = len(text) if len(self._ids) - self._whole > _PATIENCE else len(text.rstrip(_UNFINISHED))
+        new = text[self._sent : final]
+        self._sent = max(self._sent, final)
+        if final == len(text):
+            self._slide()
+        return new
+
+    def flush(self) -> str:
+        """The rest, unfinished characters as U+FFFD."""
+        return self._decode(self._ids)[self._sent :] if self._ids else ""
+
+    def _slide(self) -> None:
+        if len(self._ids) > _WINDOW and self._whole:
+            del self._ids[: self._whole]  # both ends of what is left are ends of characters
+            self._sent = len(self._decode(self._ids))
+        self._whole = len(self._ids)
+
+
+class StopTexts:
+    """Passes text on until one of the stop texts comes, holding back what could be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to give out, and whether a stop text was met (nothing comes after it)."""
+        text = self._held + text
+        places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        if places:
+            self._held = ""
+            return text[: min(places)], True
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest beginning of `stop`, not all of it, that `text` ends with."""
+    return next(
+        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
+    )

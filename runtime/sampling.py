@@ -1,0 +1,273 @@
+"""Chooses the next token from a row of logits.
+
+In this order: repetition penalty (over prompt and answer), presence and frequency penalty (over the answer),
+logit bias; then, unless temperature is 0 (greedy: the largest logit, the lowest id of equals), temperature,
+top-k, top-p, min-p and the draw. Log-probabilities are the model's own: before any of these.
+
+Every row draws from a generator seeded with the seed alone, one number a token, so a seed gives the same
+tokens in any batch, streamed or not. Nothing sorts the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import InputError, TfmxError
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+class SamplingError(InputError):
+    """A sampling option that cannot be."""
+
+
+class NoTokenError(TfmxError):
+    """The options have excluded every token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How to choose tokens and when to stop. The defaults are greedy, to the end of the answer or the context."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int | None = None  # only the k most likely
+    top_p: float = 1.0  # only the most likely that together reach this probability
+    min_p: float = 0.0  # only those at least this likely, relative to the most likely
+    repetition_penalty: float = 1.0  # above 1 makes tokens of prompt and answer less likely
+    presence_penalty: float = 0.0  # subtracted once for each token of the answer
+    frequency_penalty: float = 0.0  # subtracted as often as the token is in the answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added; -inf bans a token
+    seed: int | None = None  # None: a fresh one, reported in each step
+    logprobs: int | None = None  # with each token its log-probability and those of the n most likely
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
+    ignore_eos: bool = False  # go on past the model's own end tokens, for measurements
+    stop: tuple[str, ...] = ()  # the answer ends before any of these texts
+    max_new_tokens: int | None = None  # None: as many as the context holds
+
+    def __post_init__(self) -> None:
+        _require(
+            _finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more"
+        )
+        _require(self.top_k is None or _whole(self.top_k, 1), "top_k", self.top_k, "1 or more")
+        _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        penalty = self.repetition_penalty
+        _require(_finite(penalty) and penalty > 0, "repetition_penalty", penalty, "above 0")
+        _require(_finite(self.presence_penalty), "presence_penalty", self.presence_penalty, "a finite number")
+        _require(
+            _finite(self.frequency_penalty), "frequency_penalty", self.frequency_penalty, "a finite number"
+        )
+        for token_id, bias in self.logit_bias.items():
+            _require(_whole(token_id, 0), "a token of logit_bias", token_id, "a token id")
+            _require(bias == -math.inf or _finite(bias), f"logit_bias[{token_id}]", bias, "finite or -inf")
+        _require(self.seed is None or _whole(self.seed, 0), "seed", self.seed, "0 or more")
+        _require(self.logprobs is None or _whole(self.logprobs, 0), "logprobs", self.logprobs, "0 or more")
+        for token_id in self.stop_token_ids:
+            _require(_whole(token_id, 0), "a stop token", token_id, "a token id")
+        _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
+        for text in self.stop:
+            _require(isinstance(text, str) and text != "", "a stop text", text, "a text that is not empty")
+        count = self.max_new_tokens
+        _require(count is None or _whole(count, 1), "max_new_tokens", count, "1 or more")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        for token_id in (*self.logit_bias, *self.stop_token_ids):
+            if token_id >= vocab_size:
+                raise SamplingError(
+                    f"token {token_id} of an option is outside the vocabulary of {vocab_size}"
+                )
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise SamplingError(f"logprobs is {self.logprobs}, more than the vocabulary of {vocab_size}")
+
+    @property
+    def only_argmax(self) -> bool:
+        """The largest logit is all that is asked for: it can be found where the logits are."""
+        neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
+        return self.temperature == 0 and neutral and not self.logit_bias and self.logprobs is None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # most likely first
+
+
+Sampler = Callable[[FloatArray], Choice]
+
+
+def fresh_seed() -> int:
+    return secrets.randbits(53)  # every JSON reader keeps 53 bits
+
+
+def make_sampler(options: SamplingOptions, prompt_ids: Iterable[int], seed: int) -> Sampler:
+    """A function from a row of finite logits (V,) to the next token; it remembers what it chose."""
+    penalise = _make_penalty(options, prompt_ids)
+    rng = np.random.Generator(np.random.PCG64(seed))
+
+    def choose(logits: FloatArray) -> Choice:
+        row = penalise(logits)
+        token_id = int(row.argmax()) if options.temperature == 0 else _draw(row, options, float(rng.random()))
+        if row[token_id] == -np.inf:
+            raise NoTokenError("logit_bias bans every token")
+        penalise.saw(token_id)
+        return _with_logprobs(logits, token_id, options.logprobs)
+
+    return choose
+
+
+@dataclass(slots=True)
+class _Penalty:
+    """The logits after penalties and bias; the given array is left as it is."""
+
+    options: SamplingOptions
+    seen: dict[int, int]  # token: how often it is in the answer; 0 for tokens of the prompt
+    bias_ids: IntArray
+    bias: FloatArray
+
+    def __call__(self, logits: FloatArray) -> FloatArray:
+        options = self.options
+        counted = bool(options.presence_penalty or options.frequency_penalty)
+        repeated = options.repetition_penalty != 1
+        if not (counted or repeated or len(self.bias_ids)):
+            return logits
+        row = logits.copy()
+        if counted or repeated:
+            ids = np.fromiter(self.seen.keys(), np.int64, len(self.seen))
+            counts = np.fromiter(self.seen.values(), np.float32, len(self.seen))
+            values = row[ids]
+            if repeated:  # Keskar et al. 2019: dividing a negative logit would raise it
+                penalty = np.float32(options.repetition_penalty)
+                values = np.where(values > 0, values / penalty, values * penalty)
+            values -= np.float32(options.presence_penalty) * (counts > 0)
+            row[ids] = values - np.float32(options.frequency_penalty) * counts
+        row[self.bias_ids] += self.bias
+        return row
+
+    def saw(self, token_id: int) -> None:
+        self.seen[token_id] = self.seen.get(token_id, 0) + 1
+
+
+def _make_penalty(options: SamplingOptions, prompt_ids: Iterable[int]) -> _Penalty:
+    bias_ids = np.fromiter(options.logit_bias.keys(), np.int64, len(options.logit_bias))
+    bias = np.fromiter(options.logit_bias.values(), np.float32, len(options.logit_bias))
+    repeated = options.repetition_penalty != 1
+    return _Penalty(options, dict.fromkeys(prompt_ids, 0) if repeated else {}, bias_ids, bias)
+
+
+def _draw(row: FloatArray, options: SamplingOptions, uniform: float) -> int:
+    """One token by inverse transform: `uniform` in [0, 1) picks a place in the cumulated probabilities."""
+    V = len(row)
+    peak = row.max()
+    if peak == -np.inf:
+        return 0  # the caller sees that it is banned
+    if options.top_k is not None and options.top_k < V:
+        ids = _largest(row, options.top_k)
+        weights = _weights(row[ids], peak, options.temperature)
+    elif options.top_p < 1 or options.min_p > 0:
+        everything = _weights(row, peak, options.temperature)
+        ids = _nucleus(row, everything, options)
+        weights = everything[ids]
+        return int(ids[_place(_filtered(weights, options, float(everything.sum())), uniform)])
+    else:
+        return _place_in_blocks(_weights(row, peak, options.temperature), uniform)
+    return int(ids[_place(_filtered(weights, options, float(weights.sum())), uniform)])
+
+
+def _weights(logits: FloatArray, peak: np.float32, temperature: float) -> npt.NDArray[np.float64]:
+    """Probabilities but for their sum. exp in float32: on a whole vocabulary float64 takes ten times as long."""
+    scaled = (logits - peak) / np.float32(max(temperature, 1e-30))  # no overflow: logits are below 1e8 apart
+    weights: npt.NDArray[np.float64] = np.exp(scaled).astype(np.float64)
+    return weights
+
+
+def _largest(row: FloatArray, count: int) -> IntArray:
+    """The ids of the `count` largest, largest first, the lower id first of equals."""
+    ids = np.argpartition(row, len(row) - count)[len(row) - count :]
+    return ids[np.lexsort((ids, -row[ids]))]
+
+
+def _nucleus(row: FloatArray, weights: npt.NDArray[np.float64], options: SamplingOptions) -> IntArray:
+    """Enough of the largest ids, in order, for top-p and min-p; usually a few hundred decide."""
+    target, floor = options.top_p * weights.sum(), options.min_p * weights.max()
+    count = 256
+    while count < len(row):
+        ids = _largest(row, count)
+        reached = options.top_p < 1 and weights[ids].sum() >= target
+        if reached or weights[ids[-1]] < floor:
+            return ids
+        count *= 8
+    return _largest(row, len(row))
+
+
+def _filtered(
+    weights: npt.NDArray[np.float64], options: SamplingOptions, total: float
+) -> npt.NDArray[np.float64]:
+    """Weights, largest first, cut after top-p's and min-p's last; at least one is left."""
+    count = len(weights)
+    if options.top_p < 1:
+        count = min(count, int(np.searchsorted(weights.cumsum(), options.top_p * total)) + 1)
+    if options.min_p > 0:
+        count = min(count, int((weights >= options.min_p * weights[0]).sum()))
+    return weights[: max(count, 1)]
+
+
+def _place(weights: npt.NDArray[np.float64], uniform: float) -> int:
+    cumulated = weights.cumsum()
+    return _possible(weights, int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right")))
+
+
+def _place_in_blocks(weights: npt.NDArray[np.float64], uniform: float) -> int:
+    """`_place` for a whole vocabulary: first the block, then the place in it."""
+    size = 512
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), size))
+    cumulated = sums.cumsum()
+    point = uniform * cumulated[-1]
+    block = _possible(sums, int(np.searchsorted(cumulated, point, side="right")))
+    inside = weights[block * size : (block + 1) * size]
+    before = cumulated[block] - sums[block]
+    return block * size + _possible(
+        inside, int(np.searchsorted(inside.cumsum(), point - before, side="right"))
+    )
+
+
+def _possible(weights: npt.NDArray[np.float64], place: int) -> int:
+    """The place, or the nearest that is not impossible: rounding must not pick a banned token."""
+    place = min(place, len(weights) - 1)
+    if weights[place] > 0:
+        return place
+    possible = np.flatnonzero(weights)
+    return int(possible[np.abs(possible - place).argmin()])
+
+
+def _with_logprobs(logits: FloatArray, token_id: int, top: int | None) -> Choice:
+    if top is None:
+        return Choice(token_id)
+    peak = logits.max()
+    normaliser = float(peak) + math.log(float(np.exp(logits - peak).sum(dtype=np.float64)))
+    best = _largest(logits, top) if top else ()
+    return Choice(
+        token_id,
+        float(logits[token_id]) - normaliser,
+        tuple((int(best_id), float(logits[best_id]) - normaliser) for best_id in best),
+    )
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise SamplingError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

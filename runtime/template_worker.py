@@ -1,0 +1,141 @@
+"""Renders chat templates in a process of its own; `chat.py` starts it and speaks with it over pipes.
+
+Jinja's sandbox stops code, not CPU or memory: two nested loops or a doubling string would hang or exhaust
+the whole program. Here they end this process. It imports only jinja2 and the standard library.
+
+A message, either way, is 8 bytes of length and that much JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import struct
+import sys
+from datetime import datetime
+from typing import Any, BinaryIO
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+MEMORY = 512 << 20  # bytes of address space
+CPU_SECONDS = 4  # for a render that outlives its parent
+OUTPUT = 4_000_000  # characters
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class PublicNamespace(jinja2.utils.Namespace):
+    """namespace() without attributes that begin with an underscore: they lead to Python's internals."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.sandbox.SecurityError(f"a namespace may not hold {name!r}")
+        super().__setitem__(name, value)
+
+
+def make_environment() -> jinja2.Environment:
+    """As transformers has it, so that checkpoints' templates render the same."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(  # noqa: S701 (the output is a prompt, not HTML)
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace, dict=make_dict
+    )
+    return environment
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(format: str) -> str:  # noqa: A002 (the name that templates may use)
+    return datetime.now().strftime(format)  # noqa: DTZ005 (the user's own day)
+
+
+def make_dict(**entries: Any) -> dict[str, Any]:
+    return dict(entries)
+
+
+def render(environment: jinja2.Environment, source: str, variables: dict[str, Any]) -> str:
+    parts, size = [], 0
+    for part in environment.from_string(source).generate(**variables):
+        size += len(part)
+        if size > OUTPUT:
+            raise jinja2.TemplateError(f"it gives more than {OUTPUT} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+def limit_process() -> None:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def limit_cpu() -> None:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def read_message(stream: BinaryIO) -> Any:
+    """The next message, or None at the end."""
+    head = stream.read(8)
+    return json.loads(stream.read(struct.unpack(">Q", head)[0])) if len(head) == 8 else None
+
+
+def write_message(stream: BinaryIO, message: Any) -> None:
+    data = json.dumps(message).encode()
+    stream.write(struct.pack(">Q", len(data)) + data)
+    stream.flush()
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    environment = make_environment()
+    write_message(replies, {"ready": True})
+    while (request := read_message(requests)) is not None:
+        limit_cpu()
+        try:
+            reply = {"text": render(environment, request["template"], request["variables"])}
+        except MemoryError:
+            reply = {"error": "it uses too much memory"}
+        except Exception as error:  # noqa: BLE001 (whatever a template does wrong is told to the user)
+            reply = {"error": " ".join(str(error).split()) or type(error).__name__}
+        write_message(replies, reply)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    limit_process()
+    serve(sys.stdin.buffer, sys.stdout.buffer)

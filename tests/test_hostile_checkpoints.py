@@ -1,0 +1,400 @@
+"""Checkpoints that are broken or lie: refused with one line, nothing executed, nothing outside read, no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tfmx.tfm_model.checkpoint import CheckpointError
+from tfmx.tfm_model.files import TEXT_LIMIT
+from tfmx.tfm_model.gguf_header import read_header
+from tfmx.tfm_model.huggingface import read_huggingface
+from tfmx.tfm_model.source import open_checkpoint
+from tiny_checkpoints import change_config, save_tiny, tiny_model, write_gguf
+
+pytestmark = pytest.mark.timeout(60)  # a hang is what some of these files are made for
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    save_tiny(tmp_path / "model", "llama")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    save_tiny(tmp_path / "sharded", "llama", shard="50KB")
+    return tmp_path / "sharded"
+
+
+def refused(source: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(str(source))
+    message = str(caught.value)
+    assert message.isprintable(), "one line, and nothing that a terminal obeys"
+    assert len(message) < 700
+    return message
+
+
+class Bomb:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
+def test_pickles_are_not_opened(folder, name):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb(folder / "ran")))
+    for source in (folder, folder / name):
+        assert f"{name} is a pickle" in refused(source)
+        assert "convert it to safetensors" in refused(source)
+    assert not (folder / "ran").exists()
+
+
+def test_a_pickle_beside_safetensors_is_left_alone(folder):
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "ran")))
+    checkpoint = read_huggingface(folder)
+    assert "pytorch_model.bin" not in {path.name for path in checkpoint.files}
+    assert not (folder / "ran").exists()
+
+
+def test_a_pickle_named_safetensors_is_no_safetensors(folder):
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Bomb(folder / "ran")))
+    assert "model.safetensors is not a whole safetensors file" in refused(folder)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\0.safetensors", "..\\x.safetensors"]
+)  # fmt: skip
+def test_shards_are_bare_names(sharded, name):
+    load = load_file(next(sharded.glob("*.safetensors")))
+    save_file(load, sharded.parent / "outside.safetensors")
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    path.write_text(json.dumps(index))
+    message = refused(sharded)
+    assert "wanted a bare file name" in message or "wanted a .safetensors file" in message
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "x", {"a": 1}, {"a": None}])
+def test_an_index_without_a_map_is_refused(sharded, weight_map):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "has no weight_map" in refused(sharded)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"]
+)
+def test_links_are_refused(folder, tmp_path, name):
+    target = tmp_path / "elsewhere"
+    if (folder / name).exists():
+        (folder / name).rename(target)
+    else:
+        target.write_text("{}")
+    (folder / name).symlink_to(target)
+    assert f"{name} is a link to {target}, outside of a hub cache" in refused(folder)
+
+
+def test_a_link_to_itself_is_refused(folder):
+    (folder / "tokenizer.json").symlink_to("tokenizer.json")
+    assert "tokenizer.json cannot be opened" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
+)
+def test_only_regular_files_are_opened(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert f"{name} is a FIFO, wanted a regular file" in refused(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    assert f"{name} is a folder, wanted a regular file" in refused(folder)
+
+
+def test_a_fifo_as_shard_or_source_does_not_hang(sharded, tmp_path):
+    shard = next(sharded.glob("*.safetensors"))
+    shard.unlink()
+    os.mkfifo(shard)
+    assert "is a FIFO, wanted a regular file" in refused(sharded)
+    os.mkfifo(tmp_path / "model.gguf")
+    assert "is a FIFO, wanted a Hugging Face folder or a .gguf file" in refused(tmp_path / "model.gguf")
+    assert "is a device, wanted" in refused(Path("/dev/zero"))
+
+
+def hub_cache(root: Path, folder: Path) -> Path:
+    """The folder as the hub's client stores it: links to blobs that are named by their hash."""
+    snapshot, blobs = root / "models--a--b" / "snapshots" / "0123abcd", root / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"blob{number}")
+        (snapshot / file.name).symlink_to(Path("..") / ".." / "blobs" / f"blob{number}")
+    return snapshot
+
+
+def test_the_links_of_a_hub_cache_are_followed(tmp_path, folder):
+    expected = {name: tensor.read() for name, tensor in read_huggingface(folder).tensors.items()}
+    checkpoint = read_huggingface(hub_cache(tmp_path / "hub", folder))
+    assert all((tensor.read() == expected[name]).all() for name, tensor in checkpoint.tensors.items())
+    assert {path.name for path in checkpoint.files} >= {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "target", ["outside", "other model", "other name", "missing", "blob is a link", "blobs is a link"]
+)
+def test_other_links_in_a_hub_cache_are_refused(tmp_path, folder, target):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    root = snapshot.parent.parent
+    (tmp_path / "outside").mkdir()
+    blob = (snapshot / "config.json").resolve()
+    if target == "blobs is a link":
+        (root / "blobs").rename(tmp_path / "outside" / "blobs")
+        (root / "blobs").symlink_to(tmp_path / "outside" / "blobs")
+    elif target == "blob is a link":
+        blob.rename(tmp_path / "outside" / "config.json")
+        blob.symlink_to(tmp_path / "outside" / "config.json")
+    else:
+        places = {
+            "outside": tmp_path / "outside" / "config.json",
+            "other model": root.parent / "models--c--d" / "blobs" / "x",
+            "other name": root / "refs" / "x",
+            "missing": root / "blobs" / "missing",
+        }
+        place = places[target]
+        if target != "missing":
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(blob.read_bytes())
+        (snapshot / "config.json").unlink()
+        (snapshot / "config.json").symlink_to(place)
+    message = refused(snapshot)
+    assert ("has no config.json" if target == "missing" else "outside of a hub cache") in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "config.json is not JSON"),
+        (b"{", "config.json is not JSON"),
+        (b"[1]", "config.json holds a list, wanted a JSON object"),
+        (b"null", "config.json holds a NoneType"),
+        (b"\xff\xfe{}", "config.json is not UTF-8 text (byte 0)"),
+        (b"[" * 100_000, "config.json is not JSON that can be read: nested too deeply"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "config.json is not JSON"),
+        (b'{"model_type": "\\u001b[31m\\nllama"}', "has model_type '\\x1b[31m\\nllama'"),
+        (b'{"model_type": "' + b"x" * 10**6 + b'"}', "has model_type 'xxx"),
+        (b'{"model_type": "llama", "rms_norm_eps": NaN}', "rms_norm_eps is nan"),
+        (b'{"model_type": "llama", "rope_theta": 0}', "rope_theta is 0"),
+        (b'{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers is 1000000000"),
+        (b'{"model_type": "mistral", "num_hidden_layers": 1000000000}', "num_hidden_layers is 1000000000"),
+        (b'{"model_type": "llama", "num_key_value_heads": 5}', "must be a multiple of n_kv_heads (5)"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_broken_or_absurd_is_refused(folder, text, words):
+    (folder / "config.json").write_bytes(text)
+    message = refused(folder)
+    assert words in message
+    assert "config.json" in message
+
+
+def test_a_text_that_is_too_large_is_not_read(folder):
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(TEXT_LIMIT + 1)  # sparse: no space is used
+    assert "more than the 67108864 that are read" in refused(folder)
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 100, 5000, -1])
+def test_safetensors_that_are_cut_short_are_refused(folder, size):
+    path = folder / "model.safetensors"
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    assert "model.safetensors is not a whole safetensors file" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [64], "data_offsets": [0, 8]}}).encode(),
+        json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 256]}}).encode(),
+        json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [64], "data_offsets": [2**63, 2**63 + 256]}}).encode(),
+        json.dumps({"model.norm.weight": {"dtype": "Q9", "shape": [64], "data_offsets": [0, 256]}}).encode(),
+    ],
+)  # fmt: skip
+def test_safetensors_that_lie_are_refused(folder, header):
+    content = len(header).to_bytes(8, "little") + header + bytes(256)
+    (folder / "model.safetensors").write_bytes(content)
+    assert "model.safetensors is not a whole safetensors file" in refused(folder)
+
+
+def test_weights_that_change_after_opening_are_noticed(folder):
+    checkpoint = read_huggingface(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:32].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        checkpoint.tensors["norm.weight"].read()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        checkpoint.tensors["norm.weight"].read()
+
+
+def test_names_in_the_weights_cannot_write_to_the_terminal(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["\x1b]0;owned\x07\n" + "x" * 5000] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    assert "has no place in this model" in refused(folder)
+
+
+def test_a_folder_without_anything_useful_says_what_it_lacks(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refused(tmp_path / "empty")
+    (folder / "model.safetensors").unlink()
+    assert "has neither model.safetensors nor model.safetensors.index.json" in refused(folder)
+    change_config(folder, model_type="bert")
+    assert "has model_type 'bert', supported are llama, mistral, qwen2, qwen3" in refused(folder)
+
+
+def test_files_of_other_kinds_are_refused_by_what_to_give_instead(tmp_path, folder):
+    assert "give the folder that holds it" in refused(folder / "model.safetensors")
+    (tmp_path / "model.onnx").write_bytes(b"x")
+    assert "is no GGUF file; give a Hugging Face folder or a .gguf file" in refused(tmp_path / "model.onnx")
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "a.gguf").touch()
+    assert "is a folder of GGUF files; give one of them" in refused(tmp_path / "ggufs")
+    assert "a.gguf" in refused(tmp_path / "ggufs" / "a.gguf")
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    tokens = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": ["a", "b", "ab"],
+        "token_type": [1, 1, 1],
+        "merges": ["a b"],
+    }
+    write_gguf(
+        path, tiny_model("llama"), metadata={f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
+    )
+    return path.read_bytes()
+
+
+def test_gguf_files_that_are_cut_short_are_refused(tmp_path, gguf_bytes):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes)
+    assert open_checkpoint(str(path)).kind == "gguf"
+    end_of_head = min(tensor.offset for tensor in read_header(path).tensors.values())
+    for size in [*range(0, end_of_head, 7), end_of_head, len(gguf_bytes) // 2, len(gguf_bytes) - 1]:
+        path.write_bytes(gguf_bytes[:size])
+        assert str(path) in refused(path)
+
+
+def test_gguf_files_with_flipped_bits_are_refused_or_read(tmp_path, gguf_bytes):
+    """Whatever is wrong with a head, nothing but a CheckpointError comes of it, soon and without much memory."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes)
+    end_of_head = min(tensor.offset for tensor in read_header(path).tensors.values())
+    generator = random.Random(0)
+    refusals = 0
+    tracemalloc.start()
+    for _ in range(400):
+        broken = bytearray(gguf_bytes)
+        for _ in range(generator.choice([1, 1, 4])):
+            broken[generator.randrange(end_of_head)] ^= 1 << generator.randrange(8)
+        path.write_bytes(broken)
+        try:
+            checkpoint = open_checkpoint(str(path))
+            for tensor in checkpoint.tensors.values():
+                tensor.read()
+        except CheckpointError as error:
+            refusals += 1
+            assert str(error).isprintable()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert refusals > 200
+    assert peak < 100 * 2**20
+
+
+def gguf_head(
+    n_tensors: int, n_values: int, rest: bytes = b"", magic: bytes = b"GGUF", version: int = 3
+) -> bytes:
+    return magic + struct.pack("<IQQ", version, n_tensors, n_values) + rest
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def tensor_info(dims: list[int], kind: int = 0, offset: int = 0, name: str = "t") -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+HUGE = 2**63
+HEADS = {
+    "another magic": (gguf_head(0, 0, magic=b"GGML"), "starts with b'GGML'"),
+    "version 1": (gguf_head(0, 0, version=1), "has version 1"),
+    "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is big-endian"),
+    "many values": (gguf_head(0, HUGE, bytes(100)), "values, more than the file can hold"),
+    "many tensors": (gguf_head(HUGE, 0, bytes(100)), "tensors, more than the file can hold"),
+    "long key": (gguf_head(0, 1, struct.pack("<Q", HUGE) + bytes(100)), "ends in the middle of its head"),
+    "long array": (gguf_head(0, 1, text("a") + struct.pack("<IIQ", 9, 0, HUGE)), "numbers, more than the file can hold"),
+    "long text array": (
+        gguf_head(0, 1, text("a") + struct.pack("<IIQ", 9, 8, 2**40) + bytes(64)),
+        "strings, more than the file can hold",
+    ),
+    "array of arrays": (
+        gguf_head(0, 1, text("a") + struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 20),
+        "has an array of unsupported type 9",
+    ),
+    "unknown type of value": (gguf_head(0, 1, text("a") + struct.pack("<I", 77) + bytes(32)), "unknown type 77"),
+    "one key twice": (gguf_head(0, 2, (text("a") + struct.pack("<IB", 7, 1)) * 2 + bytes(8)), "has 'a' twice"),
+    "no UTF-8": (gguf_head(0, 1, struct.pack("<Q", 2) + b"\xff\xff" + bytes(32)), "has a text that is not UTF-8"),
+    "no dimensions": (gguf_head(1, 0, tensor_info([]) + bytes(64)), "with 0 dimensions"),
+    "many dimensions": (gguf_head(1, 0, tensor_info([1] * 9) + bytes(64)), "with 9 dimensions"),
+    "dimension 0": (gguf_head(1, 0, tensor_info([0]) + bytes(64)), "of shape [0]"),
+    "product that overflows": (gguf_head(1, 0, tensor_info([2**32, 2**32]) + bytes(64)), "ends before tensor 't' does"),
+    "unknown type of tensor": (gguf_head(1, 0, tensor_info([1], kind=999) + bytes(64)), "unknown type 999"),
+    "half a block": (gguf_head(1, 0, tensor_info([33], kind=8) + bytes(64)), "which Q8_0 cannot hold"),
+    "far offset": (gguf_head(1, 0, tensor_info([1], offset=HUGE) + bytes(64)), "ends before tensor 't' does"),
+    "one tensor twice": (gguf_head(2, 0, tensor_info([1]) * 2 + bytes(64)), "has tensor 't' twice"),
+    "alignment 0": (
+        gguf_head(1, 1, text("general.alignment") + struct.pack("<II", 4, 0) + tensor_info([1]) + bytes(64)),
+        "has general.alignment 0",
+    ),
+    "nothing in it": (gguf_head(0, 0), "general.architecture is None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_gguf_heads_that_lie_are_refused(tmp_path, case):
+    content, words = HEADS[case]
+    (tmp_path / "model.gguf").write_bytes(content)
+    tracemalloc.start()
+    assert words in refused(tmp_path / "model.gguf")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * 2**20
+
+
+def test_gguf_weights_cut_after_opening_are_noticed(tmp_path, gguf_bytes):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes)
+    checkpoint = open_checkpoint(str(path))
+    path.write_bytes(gguf_bytes[:2000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.tensors["norm.weight"].read()

@@ -1,0 +1,174 @@
+"""The wheel holds `tfmx/` whole and nothing else, and works where only the runtime was installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import tfmx
+from tiny_bundle import write_bundle
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LISTED = PYPROJECT["tool"]["setuptools"]["packages"]
+NOT_SHIPPED = {"tests", "examples", "benchmarks"}
+ROOT_MODULES = {"__init__.py", "__main__.py"}
+
+# What pip says when it is the network that failed, not the package.
+_UNREACHABLE = (
+    "NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ReadTimeoutError", "ProxyError",
+    "Temporary failure in name resolution",
+)  # fmt: skip
+
+
+def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
+    arguments = [str(part) for part in command]
+    return subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=570, **options)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that neither stale build folders go in nor new ones are left behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    litter = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, folder / "source", ignore=litter)
+    done = run(
+        sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", folder / "dist", folder / "source"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [found] = (folder / "dist").iterdir()
+    return found
+
+
+def shipped_files() -> set[str]:
+    """What the wheel should hold of ours."""
+    found = {f"tfmx/{name}" for name in (*ROOT_MODULES, "py.typed")}
+    for package in LISTED[1:]:
+        folder = ROOT.joinpath(*package.split(".")[1:])
+        found |= {f"tfmx/{path.relative_to(ROOT).as_posix()}" for path in folder.glob("*.py")}
+    return found
+
+
+def test_every_package_on_disk_is_listed():
+    on_disk = {"tfmx"}
+    for path in ROOT.glob("[!.]*/**/__init__.py"):
+        parts = path.parent.relative_to(ROOT).parts
+        if parts[0] not in NOT_SHIPPED | {"build", "dist"}:
+            on_disk.add(".".join(("tfmx", *parts)))
+    assert sorted(LISTED) == sorted(on_disk)
+
+
+def test_every_folder_with_python_in_it_is_a_package_or_known_not_to_ship():
+    folders = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("[!.]*/**/*.py")}
+    listed = {package.split(".")[1] for package in LISTED[1:]}
+    assert folders - NOT_SHIPPED - {"build", "dist"} == listed
+
+
+def test_no_stray_module_lies_at_the_root():
+    assert {path.name for path in ROOT.glob("*.py")} == ROOT_MODULES
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
+    info = f"tfmx-{tfmx.__version__}.dist-info"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names} == {"tfmx", info}
+    assert {name for name in names if name.startswith("tfmx/")} == shipped_files()
+    assert f"{info}/licenses/LICENSE" in names
+
+
+def test_the_wheel_asks_for_no_more_than_running_needs(wheel: Path):
+    metadata = zipfile.ZipFile(wheel).read(f"tfmx-{tfmx.__version__}.dist-info/METADATA").decode()
+    wanted = {
+        line.split(":")[1].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist")
+    }
+    always = {requirement.split(">")[0] for requirement in wanted if "extra ==" not in requirement}
+    assert always == {"numpy", "tokenizers", "jinja2", "click", "rich"}
+    assert any(requirement.startswith("torch==2.13.0") and "export" in requirement for requirement in wanted)
+
+
+# --- installed, with the extra `cpu` alone ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of a new environment that holds `tfmx[cpu]` and what it needs."""
+    folder = tmp_path_factory.mktemp("installed")
+    assert run(sys.executable, "-m", "venv", folder).returncode == 0
+    bin_folder = folder / ("Scripts" if os.name == "nt" else "bin")
+    done = run(bin_folder / "python", "-m", "pip", "install", "-qq", "--retries", "1", f"{wheel}[cpu]")
+    if done.returncode and any(sign in done.stderr for sign in _UNREACHABLE):
+        pytest.skip("the package registry cannot be reached from here")
+    assert done.returncode == 0, done.stderr
+    return bin_folder
+
+
+def run_there(bin_folder: Path, *command: object, cwd: Path) -> str:
+    """Run in that environment, in a folder where nothing of ours lies, without anything inherited."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    program, *arguments = command
+    done = run(bin_folder / str(program), *arguments, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_REPORT = """
+import importlib.util, json, sys, time
+start = time.perf_counter()
+import tfmx
+tfmx.load
+seconds = time.perf_counter() - start
+print(json.dumps({
+    "file": tfmx.__file__, "seconds": seconds,
+    "loaded": sorted({name.split(".")[0] for name in sys.modules}),
+    "there": [name for name in ("torch", "onnx", "transformers", "onnxscript") if importlib.util.find_spec(name)],
+}))
+"""
+
+_GENERATE = """
+import sys, tfmx
+model = tfmx.load(sys.argv[1])
+print([step.token_id for step in model.generate("Hello", max_new_tokens=6)])
+"""
+
+
+@pytest.mark.slow
+def test_it_imports_without_torch_and_is_small(installed: Path, tmp_path: Path):
+    report = json.loads(run_there(installed, "python", "-c", _REPORT, cwd=tmp_path))
+    assert Path(report["file"]).is_relative_to(installed.parent)
+    assert report["there"] == []
+    packages = Path(report["file"]).parent.parent
+    sizes = {
+        path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        for path in packages.iterdir()
+    }
+    own, all_of_it = sizes["tfmx"], sum(sizes.values()) - sizes.get("pip", 0) - sizes.get("setuptools", 0)
+    print(f"\ninstalled: tfmx {own / 1e6:.1f} MB, with what it needs {all_of_it / 1e6:.0f} MB")
+    print(f"import: {report['seconds']:.2f} s the first time")
+    again = json.loads(run_there(installed, "python", "-c", _REPORT, cwd=tmp_path))
+    print(f"import: {again['seconds']:.2f} s after that")
+    assert own < 5e6
+    assert all_of_it < 300e6  # onnxruntime, numpy and tokenizers; torch alone would be more
+
+
+@pytest.mark.slow
+def test_the_command_line_answers(installed: Path, tmp_path: Path):
+    assert "Usage: tfmx" in run_there(installed, "tfmx", "--help", cwd=tmp_path)
+    assert tfmx.__version__ in run_there(installed, "tfmx", "--version", cwd=tmp_path)
+    assert "Usage: " in run_there(installed, "python", "-m", "tfmx", "--help", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", ["capacity", "append"])
+def test_it_runs_a_bundle(installed: Path, tmp_path: Path, flavour: str):
+    write_bundle(tmp_path / "bundle", flavour)
+    tokens = json.loads(run_there(installed, "python", "-c", _GENERATE, "bundle", cwd=tmp_path))
+    here = run(sys.executable, "-c", _GENERATE, tmp_path / "bundle")
+    assert tokens
+    assert tokens == json.loads(here.stdout), here.stderr

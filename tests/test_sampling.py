@@ -1,0 +1,228 @@
+"""Sampling: each option does what it says, in the documented order, reproducibly and fast."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from tfmx import InputError
+from tfmx.runtime.sampling import NoTokenError, SamplingError, SamplingOptions, fresh_seed, make_sampler
+
+LOGITS = np.log(np.asarray([0.4, 0.3, 0.15, 0.1, 0.04, 0.01], np.float32))
+
+
+def draws(options, logits=LOGITS, count=2000, seed=7, prompt=()):
+    """Shares of each token over many rows' first draw."""
+    rng = np.random.default_rng(seed)
+    counts = Counter(
+        make_sampler(options, prompt, int(rng.integers(2**40)))(logits).token_id for _ in range(count)
+    )
+    return {token: number / count for token, number in counts.items()}
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_of_equals():
+    choose = make_sampler(SamplingOptions(), (), 0)
+    assert choose(np.asarray([1, 5, 5, 2], np.float32)).token_id == 1
+    assert choose(LOGITS).token_id == 0
+
+
+def test_temperature_one_draws_the_models_own_distribution():
+    shares = draws(SamplingOptions(temperature=1.0))
+    for token, probability in enumerate(np.exp(LOGITS)):
+        assert shares.get(token, 0) == pytest.approx(probability, abs=0.04)
+
+
+def test_temperature_sharpens_and_flattens():
+    assert draws(SamplingOptions(temperature=0.5))[0] == pytest.approx(0.16 / 0.2842, abs=0.04)
+    assert draws(SamplingOptions(temperature=100.0))[5] == pytest.approx(1 / 6, abs=0.04)
+    assert draws(SamplingOptions(temperature=1e-40), count=50) == {0: 1.0}
+
+
+def test_top_k_keeps_the_k_most_likely():
+    shares = draws(SamplingOptions(temperature=1.0, top_k=2))
+    assert shares.keys() == {0, 1}
+    assert shares[0] == pytest.approx(4 / 7, abs=0.04)
+    assert draws(SamplingOptions(temperature=1.0, top_k=100)).keys() >= {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.39, 1), (0.41, 2), (0.71, 3), (0.999, 6)])
+def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
+    assert draws(SamplingOptions(temperature=1.0, top_p=top_p)).keys() <= set(range(kept))
+    assert len(draws(SamplingOptions(temperature=3.0, top_p=1e-9), count=50)) == 1
+
+
+def test_min_p_is_relative_to_the_most_likely():
+    assert draws(SamplingOptions(temperature=1.0, min_p=0.3)).keys() == {0, 1, 2}
+    assert draws(SamplingOptions(temperature=1.0, min_p=1.0), count=50).keys() == {0}
+
+
+def test_top_p_counts_after_top_k():
+    """Of the best two, 0.57 and 0.43, the first alone reaches 0.5; of all it would not."""
+    assert draws(SamplingOptions(temperature=1.0, top_k=2, top_p=0.5)).keys() == {0}
+    assert draws(SamplingOptions(temperature=1.0, top_p=0.5)).keys() == {0, 1}
+
+
+def test_a_flat_vocabulary_needs_more_than_the_first_candidates():
+    flat = np.zeros(5000, np.float32)
+    shares = draws(SamplingOptions(temperature=1.0, top_p=0.5), flat, count=1500)
+    assert max(shares) < 2500
+    assert len(shares) > 700
+    assert max(draws(SamplingOptions(temperature=1.0, min_p=0.5), flat, count=1500)) > 4000
+
+
+def test_the_repetition_penalty_counts_prompt_and_answer():
+    logits = np.asarray([2.0, 1.9, -1.0, -1.05], np.float32)
+    choose = make_sampler(SamplingOptions(repetition_penalty=2.0), [0], 0)
+    assert [choose(logits).token_id for _ in range(3)] == [1, 0, 0]  # 2/2 beats 1.9/2
+    negative = np.asarray([-1.0, -1.9], np.float32)
+    assert (
+        make_sampler(SamplingOptions(repetition_penalty=2.0), [0], 0)(negative).token_id == 1
+    )  # -1*2 < -1.9
+
+
+def test_presence_and_frequency_count_the_answer_only():
+    logits = np.asarray([2.0, 1.4, 0.0], np.float32)
+    choose = make_sampler(SamplingOptions(presence_penalty=0.7), [0, 0, 0], 0)
+    assert [choose(logits).token_id for _ in range(3)] == [
+        0,
+        1,
+        0,
+    ]  # 1.3 < 1.4; then 1.3 > 0.7, and only once
+    choose = make_sampler(SamplingOptions(frequency_penalty=0.35), (), 0)
+    assert [choose(logits).token_id for _ in range(4)] == [0, 0, 1, 0]  # 2, 1.65, (1.3 < 1.4), 1.3 > 1.05
+
+
+def test_logit_bias_lifts_lowers_and_bans():
+    assert make_sampler(SamplingOptions(logit_bias={5: 10.0}), (), 0)(LOGITS).token_id == 5
+    ban = SamplingOptions(temperature=1.0, logit_bias={0: -math.inf, 1: -math.inf})
+    assert draws(ban).keys() == {2, 3, 4, 5}
+    before = LOGITS.copy()
+    make_sampler(ban, (), 0)(LOGITS)
+    assert np.array_equal(before, LOGITS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("more", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_banning_every_token_is_an_error(temperature, more):
+    options = SamplingOptions(temperature=temperature, logit_bias=dict.fromkeys(range(6), -math.inf), **more)
+    with pytest.raises(NoTokenError, match=r"^logit_bias bans every token$"):
+        make_sampler(options, (), 0)(LOGITS)
+
+
+def test_rounding_never_picks_a_banned_token(monkeypatch):
+    """The draw just below 1 lands behind the last possible token."""
+    row = np.full(2000, -np.inf, np.float32)
+    row[[3, 700]] = 0
+
+    class Last:
+        def __init__(self, _bits):
+            pass
+
+        def random(self):
+            return np.nextafter(1.0, 0.0)
+
+    monkeypatch.setattr(np.random, "Generator", Last)
+    for options in ({}, {"top_k": 50}, {"top_p": 0.99}, {"min_p": 0.1}):
+        bias = dict.fromkeys((i for i in range(2000) if i not in {3, 700}), -math.inf)
+        sampler = make_sampler(SamplingOptions(temperature=1.0, logit_bias=bias, **options), (), 0)
+        assert sampler(np.zeros(2000, np.float32)).token_id == 700
+
+
+def test_a_seed_gives_the_same_tokens_again_and_others_give_others():
+    def tokens(seed):
+        choose = make_sampler(SamplingOptions(temperature=1.0), (), seed)
+        return [choose(LOGITS).token_id for _ in range(40)]
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+    assert tokens(2**53 - 1) == tokens(2**53 - 1)
+    assert len({fresh_seed() for _ in range(100)}) == 100
+
+
+def test_a_seed_gives_the_tokens_that_it_gave_when_this_was_written():
+    choose = make_sampler(SamplingOptions(temperature=1.0), (), 1234)
+    # PCG64(1234) draws .977 .380 .923 .262 .319 .118 .242 .319 .964 .264 .441 .610
+    assert [choose(LOGITS).token_id for _ in range(12)] == [4, 0, 3, 0, 0, 0, 0, 0, 4, 0, 1, 1]
+
+
+def test_logprobs_are_the_models_own_before_every_option():
+    options = SamplingOptions(temperature=2.0, logit_bias={5: 50.0}, repetition_penalty=3.0, logprobs=2)
+    choice = make_sampler(options, [0, 1], 3)(LOGITS + 7)
+    assert choice.token_id == 5
+    assert choice.logprob == pytest.approx(math.log(0.01), abs=1e-5)
+    assert [token for token, _ in choice.top_logprobs] == [0, 1]
+    assert choice.top_logprobs[0][1] == pytest.approx(math.log(0.4), abs=1e-5)
+    only = make_sampler(SamplingOptions(logprobs=0), (), 0)(LOGITS)
+    assert only.top_logprobs == ()
+    assert only.logprob == pytest.approx(math.log(0.4), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1; it must be 0 or more"),
+        ({"temperature": math.nan}, "temperature is nan; it must be 0 or more"),
+        ({"temperature": math.inf}, "temperature is inf; it must be 0 or more"),
+        ({"temperature": True}, "temperature is True; it must be 0 or more"),
+        ({"top_k": 0}, "top_k is 0; it must be 1 or more"),
+        ({"top_k": 1.5}, "top_k is 1.5; it must be 1 or more"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": 1.01}, "top_p is 1.01; it must be above 0 and at most 1"),
+        ({"min_p": -0.5}, "min_p is -0.5; it must be between 0 and 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be above 0"),
+        ({"presence_penalty": math.inf}, "presence_penalty is inf; it must be a finite number"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty is nan; it must be a finite number"),
+        ({"logit_bias": {3: math.inf}}, r"logit_bias\[3\] is inf; it must be finite or -inf"),
+        ({"logit_bias": {-1: 0.5}}, "a token of logit_bias is -1; it must be a token id"),
+        ({"seed": -1}, "seed is -1; it must be 0 or more"),
+        ({"logprobs": -1}, "logprobs is -1; it must be 0 or more"),
+        ({"stop_token_ids": (-5,)}, "a stop token is -5; it must be a token id"),
+        ({"stop": "end"}, "stop is 'end'; it must be a tuple of texts"),
+        ({"stop": ("",)}, "a stop text is ''; it must be a text that is not empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
+    ],
+)
+def test_an_impossible_option_is_an_error_that_says_what_is_possible(options, line):
+    with pytest.raises(SamplingError, match=f"^{line}$") as caught:
+        SamplingOptions(**options)
+    assert isinstance(caught.value, InputError)
+
+
+def test_an_unknown_option_is_an_error():
+    with pytest.raises(TypeError, match="tempreature"):
+        SamplingOptions(tempreature=1.0)
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": {320: 1.0}}, {"stop_token_ids": (320,)}])
+def test_an_option_with_a_token_outside_the_vocabulary_is_an_error(options):
+    with pytest.raises(SamplingError, match=r"^token 320 of an option is outside the vocabulary of 320$"):
+        SamplingOptions(**options).check_vocabulary(320)
+
+
+def test_more_logprobs_than_tokens_is_an_error():
+    with pytest.raises(SamplingError, match=r"^logprobs is 321, more than the vocabulary of 320$"):
+        SamplingOptions(logprobs=321).check_vocabulary(320)
+
+
+def test_greedy_needs_only_the_argmax_unless_an_option_needs_the_logits():
+    assert SamplingOptions(seed=3, max_new_tokens=5, stop=("x",)).only_argmax
+    for more in ({"temperature": 1.0}, {"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.5}):
+        assert not SamplingOptions(**more).only_argmax
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05}, {"logprobs": 5}],
+)
+def test_a_large_vocabulary_is_sampled_in_a_few_milliseconds(options):
+    logits = (np.random.default_rng(0).standard_normal(151936) * 4).astype(np.float32)
+    choose = make_sampler(SamplingOptions(temperature=0.8, **options), (), 0)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        choose(logits)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.008, f"{min(times) * 1e3:.2f} ms"  # about 1 ms when the machine is free
