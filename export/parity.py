@@ -138,7 +138,15 @@ class Graphs:
         wanted = {value.name for value in session.get_inputs()}
         if run.keep:
             wanted.add("num_logits_to_keep")  # has a default, so it is not among the inputs that must be fed
-        return list(session.run(None, {name: value for name, value in given.items() if name in wanted}))
+        try:
+            outputs = session.run(None, {name: value for name, value in given.items() if name in wanted})
+        except Exception as error:  # onnxruntime's errors have no class in common but this
+            raise ParityError(f"onnxruntime cannot run the {run.graph} graph: {str(error).splitlines()[0]}") from error
+        B, T = run.input_ids.shape
+        expected = (B, run.keep or T, reference.vocab_size)
+        if outputs[0].shape != expected:
+            raise ParityError(f"the {run.graph} graph gives logits of shape {outputs[0].shape}, wanted {expected}")
+        return list(outputs)
 
     def _written(self, present: Array, run: Run) -> Array:
         if present.ndim != 4:

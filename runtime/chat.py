@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -45,7 +46,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> str:
         """The messages as one text. `add_generation_prompt`: with the beginning of the assistant's answer."""
-        check_messages(messages)
+        check_messages(messages, tools)
         variables = {
             **self._special_tokens,
             "messages": list(messages),
@@ -64,7 +65,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """The messages as ids. Special tokens come from the template alone: in a message they stay text."""
-        check_messages(messages)
+        check_messages(messages, tools)
         marker = _Marker(
             tokenizer.specials, self._source + json.dumps([list(messages), tools], ensure_ascii=False)
         )
@@ -117,16 +118,16 @@ class _Marker:
         return masked
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
     if not messages:
         raise PromptError("there are no messages")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PromptError(f"message {index} needs a role and a content, found {str(message)[:60]!r}")
     try:
-        json.dumps(list(messages))
+        json.dumps([list(messages), tools])
     except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"the messages are no plain data: {error}") from error
+        raise PromptError(f"messages and tools must be plain data: {error}") from error
 
 
 # --- the process -----------------------------------------------------------------------------------------
@@ -136,7 +137,9 @@ class _Worker:
     def __init__(self) -> None:
         command = [sys.executable, "-I", str(Path(template_worker.__file__))]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(  # noqa: S603 (our own file, no shell)
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
         self._ask(None, START_SECONDS)
 
     def render(self, source: str, variables: dict[str, Any]) -> dict[str, str]:
@@ -175,13 +178,9 @@ _lock = threading.Lock()
 
 
 def _render(source: str, variables: dict[str, Any]) -> str:
-    global _worker  # noqa: PLW0603 (one a process, whatever the number of models)
     with _lock:
         try:
-            worker = _worker if _worker is not None else _Worker()
-            _worker = None  # stays so unless it answers
-            reply = worker.render(source, variables)
-            _worker = worker
+            reply = _ask_worker(source, variables)
         except _WorkerDiedError as error:
             raise ChatTemplateError(
                 f"the chat template was stopped: it ran for more than {RENDER_SECONDS:g} s or used too much memory"
@@ -195,15 +194,31 @@ def _render(source: str, variables: dict[str, Any]) -> str:
     return reply["text"]
 
 
+def _ask_worker(source: str, variables: dict[str, Any]) -> dict[str, str]:
+    global _worker  # noqa: PLW0603 (one a process, whatever the number of models)
+    started = time.monotonic()
+    old, _worker = _worker, None  # it comes back when it has answered
+    worker = old or _Worker()
+    try:
+        reply = worker.render(source, variables)
+    except _WorkerDiedError:
+        if old is None or time.monotonic() - started > RENDER_SECONDS / 2:
+            raise
+        worker = _Worker()  # it was killed while it was idle
+        reply = worker.render(source, variables)
+    _worker = worker
+    return reply
+
+
 def _close_worker() -> None:
-    global _worker  # noqa: PLW0603
+    global _worker
     worker, _worker = _worker, None
     if worker is not None:
         worker.close()
 
 
 def _forget_worker() -> None:
-    global _worker, _lock  # noqa: PLW0603
+    global _worker, _lock
     _worker, _lock = None, threading.Lock()
 
 

@@ -6,6 +6,7 @@ states, `CapacityEngine` for caches of fixed capacity that the graph writes in p
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,6 +50,7 @@ class Graphs:
         self._lean = lean
         self.prefill = Session(bundle, "prefill", device, threads=threads)
         self._decode: Session | None = None
+        self._lock = threading.Lock()
         # chooses the next token where the logits are; on the CPU numpy does it
         has_select = device.kind == "cuda" and "select" in bundle.graphs
         self.select = Session(bundle, "select", device, threads=threads) if has_select else None
@@ -57,9 +59,10 @@ class Graphs:
         """The session for decode steps of so many rows."""
         if self._lean and batch == 1:
             return self.prefill
-        if self._decode is None:
-            self._decode = Session(self._bundle, "decode", self.device, threads=self._threads)
-        return self._decode
+        with self._lock:  # two threads must not load it twice
+            if self._decode is None:
+                self._decode = Session(self._bundle, "decode", self.device, threads=self._threads)
+            return self._decode
 
 
 class Logits(Protocol):

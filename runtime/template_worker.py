@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import Any, BinaryIO
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -41,15 +42,25 @@ class GenerationTag(jinja2.ext.Extension):
 class PublicNamespace(jinja2.utils.Namespace):
     """namespace() without attributes that begin with an underscore: they lead to Python's internals."""
 
+    def __init__(self, *entries: Any, **more: Any) -> None:
+        attributes = dict(*entries, **more)
+        for name in attributes:
+            check_public(name)
+        super().__init__(attributes)
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"a namespace may not hold {name!r}")
+        check_public(name)
         super().__setitem__(name, value)
+
+
+def check_public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
 
 
 def make_environment() -> jinja2.Environment:
     """As transformers has it, so that checkpoints' templates render the same."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(  # noqa: S701 (the output is a prompt, not HTML)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
@@ -79,8 +90,8 @@ def strftime_now(format: str) -> str:  # noqa: A002 (the name that templates may
     return datetime.now().strftime(format)  # noqa: DTZ005 (the user's own day)
 
 
-def make_dict(**entries: Any) -> dict[str, Any]:
-    return dict(entries)
+def make_dict(*entries: Any, **more: Any) -> dict[Any, Any]:
+    return dict(*entries, **more)
 
 
 def render(environment: jinja2.Environment, source: str, variables: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return _guard(lambda: self._raw.decode(list(token_ids), skip_special_tokens=skip_special))
+        return str(_guard(lambda: self._raw.decode(list(token_ids), skip_special_tokens=skip_special)))
 
     def _check_specials(self, ids: Sequence[int], expected: list[int]) -> None:
         """The last guard: no special token may appear that was not meant."""

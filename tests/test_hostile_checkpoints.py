@@ -17,7 +17,7 @@ from tfmx.tfm_model.files import TEXT_LIMIT
 from tfmx.tfm_model.gguf_header import read_header
 from tfmx.tfm_model.huggingface import read_huggingface
 from tfmx.tfm_model.source import open_checkpoint
-from tiny_checkpoints import change_config, save_tiny, tiny_model, write_gguf
+from tiny_checkpoints import FAMILIES, change_config, save_tiny, tiny_model, write_gguf
 
 pytestmark = pytest.mark.timeout(60)  # a hang is what some of these files are made for
 
@@ -211,6 +211,46 @@ def test_a_config_that_is_broken_or_absurd_is_refused(folder, text, words):
     assert "config.json" in message
 
 
+WRONG = [
+    None, True, 0, -1, 3, 0.5, 1e308, float("nan"), 10**400, 2**63, "", "x", "yarn", [], [None], [[]], {}, {"a": 1},
+    ["sliding_attention"] * 3, {"rope_type": "llama3"}, {"type": "dynamic", "factor": 2}, [{"name": [], "template": 3}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_value_anywhere_is_refused_or_read(tmp_path, family):
+    """Every key of every JSON file with every kind of value: nothing but a CheckpointError comes of it."""
+    save_tiny(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"rope_scaling": None, "sliding_window": None, "layer_types": None, "quantization_config": None}
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    cases = [("config.json", config | {key: value}) for key in config for value in WRONG]
+    cases += [
+        ("config.json", config | {"rope_parameters": rope | {key: value}}) for key in rope for value in WRONG
+    ]
+    for key in (
+        "eos_token_id",
+        "bos_token_id",
+        "pad_token_id",
+        "temperature",
+        "top_k",
+        "do_sample",
+        "repetition_penalty",
+    ):
+        cases += [("generation_config.json", {"do_sample": True, key: value}) for value in WRONG]
+    cases += [("tokenizer_config.json", {"chat_template": value}) for value in WRONG]
+    messages = []
+    for name, content in cases:
+        (tmp_path / name).write_text(json.dumps(content))
+        try:
+            open_checkpoint(str(tmp_path))
+        except CheckpointError as error:
+            messages.append(str(error))
+        (tmp_path / name).write_text(json.dumps(config if name == "config.json" else {}))
+    assert len(messages) > len(cases) / 4
+    assert all(message.isprintable() and len(message) < 700 for message in messages)
+
+
 def test_a_text_that_is_too_large_is_not_read(folder):
     with (folder / "config.json").open("r+b") as file:
         file.truncate(TEXT_LIMIT + 1)  # sparse: no space is used
@@ -310,7 +350,7 @@ def test_gguf_files_with_flipped_bits_are_refused_or_read(tmp_path, gguf_bytes):
     path.write_bytes(gguf_bytes)
     end_of_head = min(tensor.offset for tensor in read_header(path).tensors.values())
     generator = random.Random(0)
-    refusals = 0
+    refusals = []
     tracemalloc.start()
     for _ in range(400):
         broken = bytearray(gguf_bytes)
@@ -322,11 +362,11 @@ def test_gguf_files_with_flipped_bits_are_refused_or_read(tmp_path, gguf_bytes):
             for tensor in checkpoint.tensors.values():
                 tensor.read()
         except CheckpointError as error:
-            refusals += 1
-            assert str(error).isprintable()
+            refusals.append(str(error))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert refusals > 200
+    assert len(refusals) > 200
+    assert all(message.isprintable() for message in refusals)
     assert peak < 100 * 2**20
 
 

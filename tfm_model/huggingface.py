@@ -138,8 +138,8 @@ def _chat_template(folder: Folder) -> str | None:
         return text
     template = (folder.json("tokenizer_config.json") or {}).get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise CheckpointError(
             f"{folder.path / 'tokenizer_config.json'}: chat_template is {shown(template)}, wanted a text"

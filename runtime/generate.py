@@ -1,0 +1,184 @@
+"""The loop: prefill once, then decode token by token, each step with its text and statistics.
+
+Rows of a batch that are done are dropped from the engine, so the others do not wait for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from .. import TfmxError
+from .detokenizer import Detokenizer, StopTexts
+from .engine import Engine, Logits
+from .manifest import Manifest
+from .sampling import Choice, Sampler, SamplingOptions, make_sampler
+
+FinishReason = Literal["stop", "length"]
+
+
+class NumericsError(TfmxError):
+    """The model computed something that is no number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """Of the whole call so far, all its rows together. Time that the caller spends between steps is not counted."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in the cache of the turn before
+    new_tokens: int = 0
+    time_to_first_token: float = 0.0  # seconds, from the call to the first step
+    decode_seconds: float = 0.0  # after the first step
+    decode_tokens: int = 0  # new tokens after each row's first
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return _rate(self.prompt_tokens - self.cached_tokens, self.time_to_first_token)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return _rate(self.decode_tokens, self.decode_seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One new token of one row."""
+
+    row: int  # which prompt of the batch
+    token_id: int
+    text: str  # what this token makes final; "" inside a character, or while a stop text may be beginning
+    finish_reason: FinishReason | None  # "stop": end token or stop text; "length": max_new_tokens or context
+    logprob: float | None  # the model's own, when asked for
+    top_logprobs: tuple[tuple[int, float], ...]
+    seed: int  # gives the same tokens again
+    statistics: Statistics
+
+
+@dataclass(slots=True)
+class Row:
+    """What one sequence needs besides the engine."""
+
+    index: int
+    prompt_ids: list[int]
+    sampler: Sampler
+    limit: int  # new tokens
+    stop_ids: frozenset[int]
+    detokenizer: Detokenizer | None  # None: ids only
+    stop_texts: StopTexts
+    token_ids: list[int] = field(default_factory=list)  # the answer so far
+
+    def accept(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """Add a token; gives the text that became final and whether the row is done."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_ids:
+            return self._rest(), "stop"
+        text, stopped = self.stop_texts.push(self.detokenizer.push(token_id) if self.detokenizer else "")
+        if stopped:
+            return text, "stop"
+        return (text + self._rest(), "length") if len(self.token_ids) >= self.limit else (text, None)
+
+    def _rest(self) -> str:
+        text, stopped = self.stop_texts.push(self.detokenizer.flush() if self.detokenizer else "")
+        return text if stopped else text + self.stop_texts.flush()
+
+
+def make_row(
+    manifest: Manifest,
+    index: int,
+    prompt_ids: list[int],
+    options: SamplingOptions,
+    seed: int,
+    decode: Callable[[Sequence[int]], str] | None,
+    context: Sequence[int],
+) -> Row:
+    room = max(
+        manifest.max_context - len(prompt_ids), 1
+    )  # a full context still has the logits of one more token
+    own_stops = () if options.ignore_eos else manifest.generation.eos_token_ids
+    return Row(
+        index=index,
+        prompt_ids=prompt_ids,
+        sampler=make_sampler(options, prompt_ids, seed),
+        limit=room if options.max_new_tokens is None else min(options.max_new_tokens, room),
+        stop_ids=frozenset((*own_stops, *options.stop_token_ids)),
+        detokenizer=Detokenizer(decode, context) if decode else None,
+        stop_texts=StopTexts(options.stop),
+    )
+
+
+def run_rows(
+    engine: Engine, rows: list[Row], options: SamplingOptions, seed: int, *, started: float, cached: int = 0
+) -> Iterator[Step]:
+    """Generate until every row is done. The engine holds the first `cached` tokens of a single row already."""
+    statistics = Statistics(prompt_tokens=sum(len(row.prompt_ids) for row in rows), cached_tokens=cached)
+    active, step = rows, 0
+    logits = engine.prefill([row.prompt_ids[cached:] for row in rows])
+    while True:
+        choices = _choose(logits, active, options, step)
+        results = [row.accept(choice.token_id) for row, choice in zip(active, choices, strict=True)]
+        statistics = _count(statistics, len(active), time.perf_counter() - started, step)
+        for row, choice, (text, reason) in zip(active, choices, results, strict=True):
+            yield _make_step(row, choice, text, reason, seed, statistics)
+        started = time.perf_counter()
+        going = [place for place, (_, reason) in enumerate(results) if reason is None]
+        if not going:
+            return
+        if len(going) < len(active):
+            engine.keep(going)
+            active = [active[place] for place in going]
+        logits = engine.decode([row.token_ids[-1] for row in active])
+        step += 1
+
+
+def _choose(logits: Logits, rows: list[Row], options: SamplingOptions, step: int) -> list[Choice]:
+    if options.only_argmax:
+        tokens, finite = logits.greedy()
+        _check_finite(finite, rows, step)
+        return [Choice(int(token)) for token in tokens]
+    array = logits.numpy()  # (B, V)
+    _check_finite(np.isfinite(array).all(axis=1), rows, step)
+    return [row.sampler(values) for row, values in zip(rows, array, strict=True)]
+
+
+def _check_finite(finite: object, rows: list[Row], step: int) -> None:
+    for row, good in zip(rows, np.asarray(finite), strict=True):
+        if not good:
+            raise NumericsError(
+                f"the logits of step {step} (row {row.index}) are not finite: the weights or the precision are at fault"
+            )
+
+
+def _count(old: Statistics, tokens: int, seconds: float, step: int) -> Statistics:
+    new_tokens = old.new_tokens + tokens
+    if step == 0:
+        return replace(old, new_tokens=new_tokens, time_to_first_token=seconds)
+    return replace(
+        old,
+        new_tokens=new_tokens,
+        decode_seconds=old.decode_seconds + seconds,
+        decode_tokens=old.decode_tokens + tokens,
+    )
+
+
+def _make_step(
+    row: Row, choice: Choice, text: str, reason: FinishReason | None, seed: int, statistics: Statistics
+) -> Step:
+    return Step(
+        row=row.index,
+        token_id=choice.token_id,
+        text=text,
+        finish_reason=reason,
+        logprob=choice.logprob,
+        top_logprobs=choice.top_logprobs,
+        seed=seed,
+        statistics=statistics,
+    )
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
