@@ -66,8 +66,11 @@ class ExportOptions:
 
 def export(source: str, out: Path, options: ExportOptions, progress: Progress | None = None) -> Parity | None:
     """Write the bundle to `out`, or raise and leave `out` as it was; returns the parity that was measured."""
+    return export_model(open_source(source, DTYPES[options.dtype], options.max_context), out, options, progress)
+
+
+def export_model(model: Source, out: Path, options: ExportOptions, progress: Progress | None = None) -> Parity | None:
     progress = progress or Silent()
-    model = open_source(source, DTYPES[options.dtype], options.max_context)
     with published(out) as folder:
         graphs = model.graphs(options.target, options.opset, progress)
         files = write_files(folder, graphs, model, progress)

@@ -60,7 +60,8 @@ class CapacityEngine:
         ids = np.asarray(tokens, np.int64).reshape(-1, 1)  # (B, 1)
         lengths = np.asarray(self.lengths, np.int64)
         columns = np.arange(max(self.lengths) + 1)
-        mask = (columns <= lengths[:, None]).astype(np.int64)  # (B, total): length + 1 ones, then zeros
+        mask = (columns < lengths[:, None]).astype(np.int64)  # (B, total): each row's past, zeros,
+        mask[:, -1] = 1  # and the new token, whose column is the last in every row
         session = self._graphs.decoder(len(ids))
         if self._decode_binding is None:
             self._decode_binding = self._bind_batch(session)

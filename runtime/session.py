@@ -150,7 +150,7 @@ class Value:
 
 
 def ort_device(kind: str) -> Any:
-    return import_onnxruntime().OrtDevice.make(kind, 0)._get_c_device()  # noqa: SLF001 (run_with_ortvaluevector takes it)
+    return import_onnxruntime().OrtDevice.make(kind, 0)._get_c_device()  # noqa: SLF001 (what run_with_ortvaluevector takes)
 
 
 def _value_vector() -> Any:

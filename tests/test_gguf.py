@@ -237,6 +237,16 @@ def test_head_counts_may_be_given_for_each_layer(tmp_path):
     assert read_gguf(tmp_path / "model.gguf").config.attention.n_kv_heads == 2
 
 
+def test_a_gguf_file_may_be_a_link_as_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "blob", tiny_model("llama"))
+    (tmp_path / "model.gguf").symlink_to("blob")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = open_checkpoint("model.gguf")
+    assert checkpoint.files == (tmp_path / "model.gguf",)
+    monkeypatch.chdir("/")
+    assert checkpoint.tensors["norm.weight"].read().shape == (64,)
+
+
 def test_a_missing_tensor_is_named_as_the_file_would_call_it(tmp_path):
     model = tiny_model("qwen2")
     missing = gguf_name("model.layers.1.self_attn.v_proj.bias")

@@ -154,6 +154,12 @@ def test_the_links_of_a_hub_cache_are_followed(tmp_path, folder):
     assert {path.name for path in checkpoint.files} >= {"config.json", "model.safetensors"}
 
 
+def test_a_folder_that_only_looks_like_a_hub_cache_is_none(tmp_path, folder):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    snapshot.parent.rename(snapshot.parent.with_name("versions"))
+    assert "outside of a hub cache" in refused(snapshot.parent.with_name("versions") / snapshot.name)
+
+
 @pytest.mark.parametrize(
     "target", ["outside", "other model", "other name", "missing", "blob is a link", "blobs is a link"]
 )

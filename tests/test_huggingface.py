@@ -55,6 +55,10 @@ ROPES = {
             "original_max_position_embeddings": 64, "rope_theta": 10000.0,
         },
     },
+    "both, the old one wins": {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
+    },
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "yarn, factor from the contexts": {
         "rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}

@@ -102,7 +102,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     assert run(sys.executable, "-m", "venv", folder).returncode == 0
     bin_folder = folder / ("Scripts" if os.name == "nt" else "bin")
-    done = run(bin_folder / "python", "-m", "pip", "install", "-qq", "--retries", "1", f"{wheel}[cpu]")
+    done = run(bin_folder / "python", "-m", "pip", "install", "-q", "--retries", "1", f"{wheel}[cpu]")
     if done.returncode and any(sign in done.stderr for sign in _UNREACHABLE):
         pytest.skip("the package registry cannot be reached from here")
     assert done.returncode == 0, done.stderr
@@ -119,14 +119,13 @@ def run_there(bin_folder: Path, *command: object, cwd: Path) -> str:
 
 
 _REPORT = """
-import importlib.util, json, sys, time
+import importlib.util, json, time
 start = time.perf_counter()
 import tfmx
 tfmx.load
 seconds = time.perf_counter() - start
 print(json.dumps({
     "file": tfmx.__file__, "seconds": seconds,
-    "loaded": sorted({name.split(".")[0] for name in sys.modules}),
     "there": [name for name in ("torch", "onnx", "transformers", "onnxscript") if importlib.util.find_spec(name)],
 }))
 """
@@ -149,10 +148,13 @@ def test_it_imports_without_torch_and_is_small(installed: Path, tmp_path: Path):
         for path in packages.iterdir()
     }
     own, all_of_it = sizes["tfmx"], sum(sizes.values()) - sizes.get("pip", 0) - sizes.get("setuptools", 0)
-    print(f"\ninstalled: tfmx {own / 1e6:.1f} MB, with what it needs {all_of_it / 1e6:.0f} MB")
-    print(f"import: {report['seconds']:.2f} s the first time")
-    again = json.loads(run_there(installed, "python", "-c", _REPORT, cwd=tmp_path))
-    print(f"import: {again['seconds']:.2f} s after that")
+    again = [
+        json.loads(run_there(installed, "python", "-c", _REPORT, cwd=tmp_path))["seconds"] for _ in range(3)
+    ]
+    print(f"\ninstalled: tfmx {own / 1e6:.1f} MB, with all that it needs {all_of_it / 1e6:.0f} MB")
+    print(
+        f"`import tfmx; tfmx.load`: {report['seconds']:.2f} s the first time, {min(again):.2f} s after that"
+    )
     assert own < 5e6
     assert all_of_it < 300e6  # onnxruntime, numpy and tokenizers; torch alone would be more
 

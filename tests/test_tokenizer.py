@@ -6,13 +6,12 @@ import json
 import random
 
 import pytest
-from tiny_bundle import BOS, IM_END, IM_START, tiny_tokenizer
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as RawTokenizer
-
 from tfmx.runtime.bundle import BundleError
 from tfmx.runtime.detokenizer import Detokenizer, StopTexts
 from tfmx.runtime.tokenizer import PromptError, Tokenizer
+from tiny_bundle import BOS, IM_END, IM_START, tiny_tokenizer
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as RawTokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -151,7 +150,7 @@ def test_a_text_with_half_a_surrogate_is_an_error(tiny):
 
 
 def test_a_panic_inside_the_library_is_an_error_like_any_other(tiny, monkeypatch):
-    class PanicException(BaseException):  # noqa: N818 (as pyo3 names it)
+    class PanicException(BaseException):
         pass
 
     class Panics:

@@ -51,32 +51,33 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def read_gguf(path: Path) -> Checkpoint:
-    path = _regular_file(path)
+def read_gguf(source: Path) -> Checkpoint:
+    path = _regular_file(source)
     header = read_header(path)
-    with blamed_on(path):
+    with blamed_on(source):
         raw = _as_huggingface(path, header)
         config = parse_config(raw)
         return Checkpoint(
             kind="gguf",
-            files=(path,),
+            files=(source.absolute(),),
             config=config,
             tensors=decoder_parameters(config, _stored(path, header, config), GGUF_NAMES),
             generation=generation_defaults(raw, config),
-            tokenizer_json=tokenizer_json(header.metadata, str(path)),
+            tokenizer_json=tokenizer_json(header.metadata, str(source)),
             chat_template=_text_or_none(header.metadata, "tokenizer.chat_template"),
             huggingface_config=raw,
         )
 
 
-def _regular_file(path: Path) -> Path:
+def _regular_file(source: Path) -> Path:
+    """Where the bytes are: the user may point at a link, as the hub's cache consists of them."""
     try:
-        path = path.resolve(strict=True)  # the user may point at a link, as the hub's cache has them
+        path = source.resolve(strict=True)
         mode = path.stat().st_mode
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be opened: {error}") from error
+        raise CheckpointError(f"{source} cannot be opened: {error}") from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is a {kind_of(mode)}, wanted a GGUF file")
+        raise CheckpointError(f"{source} is a {kind_of(mode)}, wanted a GGUF file")
     return path
 
 

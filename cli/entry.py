@@ -1,0 +1,45 @@
+"""The command group: it knows the commands by name, and loads the module of one when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NoReturn
+
+import click
+
+from .. import __version__
+from .boundary import debug_option, run_guarded
+
+COMMANDS = ("export", "run", "verify", "inspect", "doctor")  # each a module beside this one
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f".{cmd_name}", __package__).command
+        return command
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage or unusable input, 130 interrupted by Ctrl-C.",
+)
+@click.version_option(__version__, message="tfmx %(version)s", help="Show the version and exit.")
+@debug_option
+@click.pass_context
+def group(ctx: click.Context) -> None:
+    """Turn PyTorch transformers into ONNX graphs, proven to compute the same, and run them without PyTorch."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
+
+
+def main() -> NoReturn:
+    sys.exit(run_guarded(group, sys.argv[1:]))

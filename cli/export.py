@@ -1,0 +1,100 @@
+"""`tfmx export`: a checkpoint becomes a bundle."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from .boundary import debug_option
+from .console import plural, size, write_line, write_table
+from .progress import Bars
+
+if TYPE_CHECKING:
+    from ..export.parity import Parity
+    from ..runtime.bundle import Bundle
+
+
+@click.command(short_help="Turn a checkpoint into a verified bundle.")
+@click.argument("source")
+@click.option("-o", "--out", metavar="OUT", required=True, help="The folder to write; a bundle there is replaced.")
+@click.option(
+    "--target",
+    type=click.Choice(["ort", "portable"]),
+    default="ort",
+    show_default=True,
+    help="ort: fused operators of ONNX Runtime, fastest. portable: standard operators only, for other runtimes.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="The precision of weights, cache and arithmetic.",
+)
+@click.option("--opset", type=int, metavar="N", help="The version of ONNX's operators, 17 to 24.  [default: 18]")
+@click.option(
+    "--max-context", type=int, metavar="N", help="The longest sequence.  [default: what the model was made for]"
+)
+@click.option("--no-verify", is_flag=True, help="Skip the comparison with PyTorch; the bundle then carries no proof.")
+@debug_option
+def command(
+    source: str,
+    out: str,
+    target: Literal["ort", "portable"],
+    dtype: Literal["fp32", "fp16"],
+    opset: int | None,
+    max_context: int | None,
+    no_verify: bool,
+) -> None:
+    """Turn a checkpoint into a bundle: ONNX graphs, weights, tokenizer.
+
+    SOURCE is a Hugging Face folder, a GGUF file, or a model of your own as path/to/file.py:factory (that
+    file is run). The graphs are compared with PyTorch in float64, and unless they compute the same, nothing
+    is written.
+    """
+    started = time.perf_counter()
+    with Bars() as progress:
+        progress.stage("loading PyTorch", 1)
+        from ..export.pipeline import DEFAULT_OPSET, ExportOptions, export
+        from ..runtime.bundle import Bundle
+
+        options = ExportOptions(
+            target=target,
+            dtype=dtype,
+            opset=DEFAULT_OPSET if opset is None else opset,
+            max_context=max_context,
+            verify=not no_verify,
+        )
+        parity = export(source, Path(out), options, progress)
+    seconds = time.perf_counter() - started
+    _report(Bundle.open(out, check=False), parity, source, seconds)
+
+
+def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) -> None:
+    manifest = bundle.manifest
+    write_line(
+        f"{bundle.path}: {manifest.target}, {manifest.dtype}, opset {manifest.opset}, "
+        f"context {manifest.max_context:,}, made in {seconds:.1f} s"
+    )
+    nodes = {manifest.graphs[role].file: sum(found.ops.values()) for role, found in bundle.summaries.items()}
+    by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
+    rows = [(name, size(info.size), f"{nodes[name]:,} nodes" if name in nodes else "") for name, info in by_size]
+    rows.append(("total", size(sum(info.size for info in manifest.files.values())), ""))
+    write_table(rows, align="<>>")
+    if parity is None:
+        write_line(f"not verified (--no-verify); `tfmx verify {bundle.path} --against {source}` compares it with PyTorch")
+    else:
+        write_line(f"verified: {describe_parity(parity)}")
+
+
+def describe_parity(parity: Parity) -> str:
+    from ..export.parity import FACTOR
+
+    passed = sum(case.passed for case in parity.cases)
+    return (
+        f"{passed} of {plural(len(parity.cases), 'case')} agree with PyTorch, the worst at {parity.worst.ratio:.2f} "
+        f"times PyTorch's own rounding error (allowed: {FACTOR:g}), in '{parity.worst.name}'"
+    )

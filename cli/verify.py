@@ -1,0 +1,124 @@
+"""`tfmx verify`: is the bundle whole, and does it still compute what it should?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from .. import TfmxError
+from .boundary import debug_option
+from .console import plural, size, write_line, write_table
+from .progress import Bars
+
+if TYPE_CHECKING:
+    from ..export.parity import CaseParity
+    from ..runtime.bundle import Bundle
+    from ..runtime.golden import CaseResult
+
+
+class VerifyError(TfmxError):
+    """The bundle does not compute what it should."""
+
+
+@click.command(short_help="Check a bundle's files and what it computes.")
+@click.argument("bundle")
+@click.option(
+    "--against",
+    metavar="SOURCE",
+    help="What the bundle was exported from: repeat the whole comparison with PyTorch (needs tfmx[export]).",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda", "auto"]),
+    default="cpu",
+    show_default=True,
+    help="Where to replay the stored cases.",
+)
+@debug_option
+def command(bundle: str, against: str | None, device: Literal["cpu", "cuda", "auto"]) -> None:
+    """Check every file of BUNDLE against its sha256, then what its graphs compute.
+
+    Without --against the cases that the export stored in the bundle are replayed: prompts with the logits
+    that PyTorch gives in float64. That needs no PyTorch, so a device can be checked where it stands.
+    """
+    if against is not None and device != "cpu":
+        raise click.UsageError("--against compares on the CPU; leave --device out")
+    with Bars() as progress:
+        progress.stage("checking the files", 1)
+        from ..runtime.bundle import Bundle
+
+        found = Bundle.open(bundle)
+        files = found.manifest.files.values()
+        if against is None:
+            results = _replay(found, device, progress)
+        else:
+            cases = _compare(found, against, progress)
+    total = size(sum(info.size for info in files))
+    write_line(f"{bundle}: {plural(len(files), 'file')} ({total}) as exported")
+    if against is None:
+        _report_replay(results)
+    else:
+        _report_comparison(cases)
+
+
+def _replay(bundle: Bundle, device: Literal["cpu", "cuda", "auto"], progress: Bars) -> list[CaseResult]:
+    from ..runtime.devices import choose_device
+    from ..runtime.golden import GOLDEN, replay_golden
+    from .model import tell_device
+
+    if GOLDEN not in bundle.manifest.files:
+        raise VerifyError(
+            f"{bundle.path} was exported with --no-verify, so it holds no cases to replay; its files are as "
+            "exported. Compare it with --against SOURCE, or export it again"
+        )
+    chosen = choose_device(device, bundle)
+    tell_device(device, chosen)
+    progress.stage("replaying", 1)
+    return replay_golden(bundle, chosen)
+
+
+def _report_replay(results: list[CaseResult]) -> None:
+    rows = [("case", "steps", "error", "allowed", "")]
+    rows += [
+        (case.name, str(case.steps), f"{case.error:.2e}", f"{case.budget:.2e}", _verdict(case.passed))
+        for case in results
+    ]
+    write_table(rows, align="<>>>")
+    _conclude([case.passed for case in results], "stored case")
+
+
+def _compare(bundle: Bundle, source: str, progress: Bars) -> tuple[CaseParity, ...]:
+    progress.stage("loading PyTorch", 1)
+    from ..export.pipeline import verify_against
+
+    return verify_against(bundle, source, progress).cases
+
+
+def _report_comparison(cases: tuple[CaseParity, ...]) -> None:
+    from ..export.parity import FACTOR
+
+    rows = [("case", "error", "allowed", f"of {FACTOR:g}x", "argmax", "")]
+    rows += [
+        (
+            case.name,
+            f"{case.error:.2e}",
+            f"{case.budget:.2e}",
+            f"{case.ratio:.2f}",
+            f"{case.argmax_agreement:.1%}",
+            _verdict(case.passed),
+        )
+        for case in cases
+    ]
+    write_table(rows, align="<>>>>")
+    _conclude([case.passed for case in cases], "case")
+
+
+def _verdict(passed: bool) -> str:
+    return "pass" if passed else "FAIL"
+
+
+def _conclude(passed: list[bool], noun: str) -> None:
+    if not all(passed):
+        raise VerifyError(f"{passed.count(False)} of {plural(len(passed), noun)} failed: the bundle computes something else")
+    write_line(f"verified: {plural(len(passed), noun)} pass")

@@ -1,0 +1,323 @@
+"""Opening a bundle: whatever was changed, cut, added or lost is noticed and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tfmx import InputError, TfmxError
+from tfmx.runtime.bundle import (
+    Bundle,
+    BundleError,
+    BundleNotFoundError,
+    FileInfo,
+    GenerationInfo,
+    Manifest,
+    StateInfo,
+    file_info,
+)
+from tiny_bundle import list_files, write_bundle, write_manifest
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bundle") / "original"
+    write_bundle(folder, "capacity", extra_files={"config.json": b"{}\n"})
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    copy = tmp_path / "bundle"
+    shutil.copytree(original, copy)
+    return copy
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change manifest.json's content behind its own back, with a right digest."""
+    import hashlib
+
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["manifest_sha256"]
+    change(content)
+
+    def canonical(data):
+        return (json.dumps(data, sort_keys=True, indent=2, ensure_ascii=False) + "\n").encode()
+
+    content["manifest_sha256"] = hashlib.sha256(canonical(content)).hexdigest()
+    (folder / "manifest.json").write_bytes(canonical(content))
+
+
+def test_a_whole_bundle_opens(folder):
+    bundle = Bundle.open(folder)
+    assert bundle.manifest.vocab_size == 320
+    assert bundle.summaries["decode"].ops["com.microsoft.GroupQueryAttention"] == 2
+    assert bundle.read("config.json") == b"{}\n"
+    assert bundle.read("nothing.json") is None
+
+
+def test_the_manifest_survives_the_way_through_json(folder):
+    manifest = Bundle.open(folder).manifest
+    data = manifest.to_bytes()
+    assert Manifest.from_bytes(data) == manifest
+    assert data.endswith(b"}\n")
+    assert list(json.loads(data)) == sorted(json.loads(data))
+    assert (folder / "manifest.json").read_bytes() == data
+
+
+def test_a_thousand_flipped_bits_are_all_noticed_and_the_file_is_named(folder):
+    rng = random.Random(0)
+    files = sorted(folder.iterdir())
+    for number in range(1000):
+        path = files[number % len(files)]  # every file as often, the manifest too
+        data = bytearray(path.read_bytes())
+        place, bit = rng.randrange(len(data)), rng.randrange(8)
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+        with pytest.raises(BundleError) as caught:
+            Bundle.open(folder)
+        assert path.name in str(caught.value), f"bit {bit} of byte {place}"
+        assert "\n" not in str(caught.value)
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+    Bundle.open(folder)
+
+
+def test_every_bit_of_the_manifest_counts(folder):
+    path = folder / "manifest.json"
+    data = path.read_bytes()
+    for place in range(0, len(data), 7):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            with pytest.raises(BundleError, match=r"manifest\.json"):
+                Manifest.from_bytes(bytes(changed))
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "decode.onnx", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("check", [True, False])
+def test_missing_truncated_and_grown_files_are_named(folder, name, check):
+    path, data = folder / name, (folder / name).read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(
+        BundleError, match=rf"{name} has {len(data) - 1} bytes, the manifest says {len(data)}"
+    ):
+        Bundle.open(folder, check=check)
+    path.write_bytes(data + b"x")
+    with pytest.raises(BundleError, match=rf"{name} has {len(data) + 1} bytes"):
+        Bundle.open(folder, check=check)
+    path.unlink()
+    with pytest.raises(BundleError, match=rf"{name} is missing; copy the whole bundle or export it again$"):
+        Bundle.open(folder, check=check)
+
+
+def test_an_extra_file_is_named(folder):
+    (folder / "extra.py").write_text("")
+    with pytest.raises(BundleError, match=r"extra\.py is not part of the bundle; remove it$"):
+        Bundle.open(folder)
+
+
+def test_a_changed_file_passes_only_when_checks_are_off(folder):
+    data = bytearray((folder / "tokenizer.json").read_bytes())
+    data[100] ^= 1
+    (folder / "tokenizer.json").write_bytes(data)
+    with pytest.raises(
+        BundleError, match=r"tokenizer\.json was changed after the export \(its sha256 differs\)$"
+    ):
+        Bundle.open(folder)
+    assert Bundle.open(folder, check=False).read("tokenizer.json") == bytes(data)
+
+
+def test_a_file_that_changes_after_opening_is_noticed_when_it_is_read(folder):
+    bundle = Bundle.open(folder)
+    data = (folder / "config.json").read_bytes()
+    (folder / "config.json").write_bytes(b"[]\n"[: len(data)])
+    with pytest.raises(BundleError, match=r"config\.json was changed"):
+        bundle.read("config.json")
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+@pytest.mark.parametrize("name", ["weights.bin", "manifest.json"])
+def test_links_folders_and_pipes_are_refused_without_being_opened(folder, tmp_path, kind, name):
+    path = folder / name
+    shutil.move(path, tmp_path / "elsewhere")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    with pytest.raises(BundleError, match=rf"{name} is not a plain file"):
+        Bundle.open(folder)
+
+
+def test_a_path_that_is_no_bundle_says_what_to_do(tmp_path):
+    for path, line in [
+        (tmp_path / "nowhere", "does not exist; `tfmx export SOURCE -o"),
+        (tmp_path / "file", "is not a folder; give the folder that `tfmx export` wrote$"),
+        (tmp_path, r"has no manifest\.json, so it is no bundle"),
+    ]:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(BundleNotFoundError, match=line) as caught:
+            Bundle.open(path)
+        assert isinstance(caught.value, InputError)  # exit code 2
+    assert not issubclass(BundleError, InputError)  # exit code 1
+    assert issubclass(BundleError, TfmxError)
+
+
+@pytest.mark.parametrize("found", [0, 2, "1", None, True, 1.0])
+def test_another_format_is_refused(folder, found):
+    rewrite(folder, lambda content: content.update(format=found))
+    with pytest.raises(
+        BundleError, match=r"manifest\.json has format .*, this tfmx reads 1; export it again$"
+    ):
+        Bundle.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda c: c.pop("opset"), r"opset is missing$"),
+        (lambda c: c.update(surprise=1), r"surprise is not a known key$"),
+        (lambda c: c["graphs"]["decode"].pop("file"), r"graphs\.decode\.file is missing$"),
+        (
+            lambda c: c["graphs"]["decode"]["inputs"][0].update(dtype="int8"),
+            r"graphs\.decode\.inputs\[0\]\.dtype is 'int8', expected",
+        ),
+        (lambda c: c.update(vocab_size="320"), r"vocab_size is '320', expected a whole number$"),
+        (lambda c: c.update(vocab_size=True), r"vocab_size is True, expected a whole number$"),
+        (lambda c: c.update(vocab_size=0), r"vocab_size and max_context must be at least 1$"),
+        (lambda c: c.update(files=[]), r"files is \[\], expected an object$"),
+        (
+            lambda c: c["files"].update({"../x": c["files"]["weights.bin"]}),
+            r"names the file '\.\./x'; a bundle's files have bare names$",
+        ),
+        (lambda c: c["files"].update({"a/b": c["files"]["weights.bin"]}), r"bare names$"),
+        (lambda c: c["files"].update({"C:x": c["files"]["weights.bin"]}), r"bare names$"),
+        (lambda c: c["files"].update({"..": c["files"]["weights.bin"]}), r"bare names$"),
+        (lambda c: c["files"]["weights.bin"].update(sha256="0" * 63), r"which cannot be$"),
+        (lambda c: c["files"]["weights.bin"].update(size=-1), r"which cannot be$"),
+        (
+            lambda c: c["generation"].update(bos_token_id=320),
+            r"generation names token 320, the vocabulary has 320$",
+        ),
+        (lambda c: c["generation"].update(eos_token_ids=[-1]), r"generation names token -1"),
+        (lambda c: c["graphs"].pop("prefill"), r"graphs are \['decode'\], expected decode and prefill"),
+        (
+            lambda c: c["graphs"]["decode"].update(file="x.onnx"),
+            r"the decode graph's file 'x\.onnx' is not among the files$",
+        ),
+        (lambda c: c["state"][0].update(growth="append"), r"state mixes growth append and capacity$"),
+        (
+            lambda c: c["state"][0].update(dtype="float16"),
+            r"the prefill graph and the state disagree about past_key_values\.0\.key$",
+        ),
+        (
+            lambda c: c["state"][0].update(past="nothing"),
+            r"the prefill graph lacks nothing or present\.0\.key of the state$",
+        ),
+        (lambda c: c["state"][0].update(growth="constant"), r"of growth constant has the shape"),
+        (lambda c: c["state"][0].update(shape=[1, 2, "p", 4]), r"must begin with batch_size"),
+        (lambda c: c["graphs"]["decode"]["outputs"].pop(0), r"must take input_ids and give float32 logits$"),
+        (
+            lambda c: c["graphs"]["decode"]["inputs"].append(c["graphs"]["decode"]["inputs"][0]),
+            r"names an input or output twice$",
+        ),
+        (
+            lambda c: c["graphs"]["decode"]["inputs"][0].update(shape=["batch_size", -1]),
+            r"decode graph, input_ids has the shape",
+        ),
+        (lambda c: c.update(target="cuda"), r"target is 'cuda', expected 'ort' or 'portable'$"),
+        (lambda c: c.update(parity=3), r"parity is 3, expected null$"),
+    ],
+)
+def test_a_manifest_that_cannot_be_right_names_what_is_wrong(folder, change, line):
+    rewrite(folder, change)
+    with pytest.raises(BundleError, match=line) as caught:
+        Bundle.open(folder)
+    assert "manifest.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{", b"null", b'{"format": NaN}', b"\xff", b"[" * 100_000, b'"\\ud800"']
+)
+def test_a_manifest_that_is_no_manifest_is_an_error(folder, data):
+    (folder / "manifest.json").write_bytes(data)
+    with pytest.raises(BundleError, match=r"manifest\.json") as caught:
+        Bundle.open(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_edited_by_hand_is_noticed(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"vocab_size": 320', '"vocab_size": 321'))
+    with pytest.raises(BundleError, match=r"manifest\.json was changed after the export"):
+        Bundle.open(folder)
+    content = json.loads(path.read_text().replace("321", "320"))
+    path.write_text(json.dumps(content))  # the same content, spelled otherwise
+    with pytest.raises(BundleError, match=r"manifest\.json was changed after the export"):
+        Bundle.open(folder)
+
+
+def test_a_manifest_object_cannot_be_made_wrong(folder):
+    manifest = Bundle.open(folder).manifest
+    with pytest.raises(BundleError, match="vocab_size"):
+        replace(manifest, vocab_size=0)
+    with pytest.raises(BundleError, match="lacks"):
+        replace(
+            manifest,
+            state=(
+                StateInfo(past="a", present="b", dtype="float32", shape=("batch_size", "p"), growth="append"),
+            ),
+        )
+    with pytest.raises(BundleError, match="names token 999"):
+        replace(
+            manifest,
+            generation=GenerationInfo(bos_token_id=999, eos_token_ids=(), pad_token_id=None, sampling={}),
+        )
+    with pytest.raises(BundleError, match="cannot be"):
+        FileInfo(size=1, sha256="xyz")
+
+
+def test_file_info_reads_in_blocks(tmp_path):
+    import hashlib
+
+    data = os.urandom(9_000_001)
+    (tmp_path / "f").write_bytes(data)
+    assert file_info(tmp_path / "f") == FileInfo(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    with pytest.raises(BundleError, match=r"missing cannot be read: No such file"):
+        file_info(tmp_path / "missing")
+
+
+def test_a_bundle_may_have_a_certificate_and_free_parts(folder):
+    manifest = replace(
+        Bundle.open(folder).manifest, parity={"cases": [1, 2.5, None, "ü"]}, model={"a": {"b": [1]}}
+    )
+    write_manifest(folder, manifest)
+    assert Bundle.open(folder).manifest == manifest
+    assert list_files(folder) == manifest.files
+
+
+def test_opening_needs_neither_onnxruntime_nor_numpy(folder):
+    code = f"""
+import sys
+from tfmx.runtime.bundle import Bundle
+Bundle.open({str(folder)!r})
+print(sorted({{"numpy", "onnxruntime", "onnx", "torch", "tokenizers", "click"}} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_importing_the_runtime_turns_telemetry_off():
+    code = "import os; os.environ['ORT_DISABLE_TELEMETRY'] = '0'; import tfmx.runtime; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "1"

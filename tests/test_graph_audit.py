@@ -1,0 +1,353 @@
+"""The audit lets through what the exporter writes, and nothing else ever reaches onnxruntime."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from tfmx.runtime.bundle import BundleError, GraphInfo
+from tfmx.runtime.graph_audit import audit_graph
+from tfmx.runtime.ops import OPS
+from tiny_bundle import tiny_model, tiny_weights
+
+WEIGHTS = tiny_weights()
+OFFSETS = dict(zip(WEIGHTS, np.cumsum([0, *(a.nbytes for a in WEIGHTS.values())]).tolist(), strict=False))
+SIZE = sum(array.nbytes for array in WEIGHTS.values())
+
+
+def make(flavour="capacity", role="decode"):
+    model, inputs, outputs = tiny_model(flavour, role, WEIGHTS, OFFSETS)
+    return model, GraphInfo(file=f"{role}.onnx", inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def audit(model, info, size=SIZE):
+    return audit_graph(model.SerializeToString(), info, size)
+
+
+@pytest.mark.parametrize("flavour", ["append", "capacity"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_our_own_graphs_pass_and_are_counted(flavour, role):
+    model, info = make(flavour, role)
+    summary = audit(model, info)
+    assert sum(summary.ops.values()) == len(model.graph.node)
+    assert summary.opsets == {"": 18, "com.microsoft": 1}
+    names = {tensor.name for tensor in model.graph.initializer}
+    assert summary.initializer_bytes >= sum(WEIGHTS[name].nbytes for name in names & WEIGHTS.keys())
+    matrices = [name for name in names if name.split(".")[-1] in {"qkv", "out", "gate", "up", "down", "head"}]
+    assert summary.packable_bytes == sum(WEIGHTS[name].nbytes for name in matrices)
+
+
+def other_op(model):
+    model.graph.node[0].op_type = "DepthToSpace"
+
+
+def other_domain(model):
+    model.graph.node[0].domain = "evil.custom"
+
+
+def ml_domain(model):
+    model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+
+
+def old_opset(model):
+    model.opset_import[0].version = 16
+
+
+def new_opset(model):
+    model.opset_import[0].version = 25
+
+
+def opset_twice(model):
+    model.opset_import.append(helper.make_opsetid("ai.onnx", 18))
+
+
+def no_opset(model):
+    del model.opset_import[:]
+
+
+def a_function(model):
+    model.functions.append(
+        helper.make_function("local", "f", ["x"], ["y"], [helper.make_node("Identity", ["x"], ["y"])], [])
+    )
+
+
+def training(model):
+    model.training_info.add()
+
+
+def a_subgraph(model):
+    branch = helper.make_graph([], "b", [], [])
+    model.graph.node[0].attribute.append(helper.make_attribute("then_branch", branch))
+
+
+def subgraphs(model):
+    attribute = onnx.AttributeProto(name="g", type=onnx.AttributeProto.GRAPHS)
+    attribute.graphs.append(helper.make_graph([], "b", [], []))
+    model.graph.node[0].attribute.append(attribute)
+
+
+def sparse(model):
+    model.graph.sparse_initializer.add()
+
+
+def sparse_attribute(model):
+    model.graph.node[0].attribute.append(
+        onnx.AttributeProto(name="s", sparse_tensor=onnx.SparseTensorProto())
+    )
+
+
+def type_attribute(model):
+    model.graph.node[0].attribute.append(onnx.AttributeProto(name="s", tp=onnx.TypeProto()))
+
+
+def reference_attribute(model):
+    model.graph.node[0].attribute.append(onnx.AttributeProto(name="s", ref_attr_name="x"))
+
+
+def huge_attribute(model):
+    model.graph.node[0].attribute.append(helper.make_attribute("axis", 2**32))
+
+
+def huge_attributes(model):
+    model.graph.node[0].attribute.append(helper.make_attribute("axes", [0, -(2**40)]))
+
+
+def nan_attribute(model):
+    model.graph.node[0].attribute.append(helper.make_attribute("epsilon", float("nan")))
+
+
+def text_list_attribute(model):
+    model.graph.node[0].attribute.append(helper.make_attribute("names", ["a", "b"]))
+
+
+def external(model):
+    return next(t for t in model.graph.initializer if t.external_data)
+
+
+def entry(model, key):
+    return next(e for e in external(model).external_data if e.key == key)
+
+
+def location(value):
+    def change(model):
+        entry(model, "location").value = value
+
+    return change
+
+
+def offset(value):
+    def change(model):
+        entry(model, "offset").value = value
+
+    return change
+
+
+def length(value):
+    def change(model):
+        entry(model, "length").value = value
+
+    return change
+
+
+def checksum(model):
+    external(model).external_data.add(key="checksum", value="x")
+
+
+def external_and_raw(model):
+    external(model).raw_data = b"x"
+
+
+def external_without_location_flag(model):
+    external(model).data_location = TensorProto.DEFAULT
+
+
+def external_constant(model):
+    tensor = TensorProto(name="c", data_type=1, dims=[1], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="/etc/passwd")
+    model.graph.node.append(helper.make_node("Constant", [], ["c"], value=tensor))
+
+
+def negative_dim(model):
+    external(model).dims[0] = -5
+
+
+def short_raw(model):
+    next(t for t in model.graph.initializer if t.raw_data and len(t.dims)).raw_data += b"1"
+
+
+def short_values(model):
+    model.graph.initializer.append(TensorProto(name="v", data_type=1, dims=[3], float_data=[1.0]))
+
+
+def strings(model):
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(["a"], object), "s"))
+
+
+def doubles(model):
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float64), "d"))
+
+
+def same_initializer(model):
+    model.graph.initializer.append(external(model))
+
+
+def more_inputs(model):
+    model.graph.input.append(helper.make_tensor_value_info("more", 1, [1]))
+
+
+def fewer_outputs(model):
+    del model.graph.output[0]
+
+
+def other_dtype(model):
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.INT32
+
+
+def other_shape(model):
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 3
+
+
+def no_shape(model):
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+
+
+def sequence_input(model):
+    model.graph.input[0].CopyFrom(helper.make_tensor_sequence_value_info("input_ids", 7, [1]))
+
+
+def annotation(model):
+    model.graph.quantization_annotation.add()
+
+
+FAULTS = {
+    other_op: "it uses the operator 'DepthToSpace'",
+    other_domain: "it uses the operator 'evil.custom.",
+    ml_domain: "it imports opset ai.onnx.ml 3",
+    old_opset: "it imports opset ai.onnx 16",
+    new_opset: "it imports opset ai.onnx 25",
+    opset_twice: "it imports opset ai.onnx 18",
+    no_opset: "without importing its opset",
+    a_function: "the model holds field 25",
+    training: "the model holds field 20",
+    a_subgraph: "holds field 6",
+    subgraphs: "holds field 11",
+    sparse: "the graph holds field 15",
+    sparse_attribute: "holds field 22",
+    type_attribute: "holds field 14",
+    reference_attribute: "holds field 21",
+    text_list_attribute: "holds field 9",
+    huge_attribute: "has the attribute axis = 4294967296",
+    huge_attributes: "has the attribute axes = -1099511627776",
+    nan_attribute: "has the attribute epsilon = NaN",
+    location("../weights.bin"): "lies in '../weights.bin', not in weights.bin",
+    location("/etc/passwd"): "lies in '/etc/passwd'",
+    location("weights.bin\0"): "lies in ",
+    location("other.bin"): "lies in 'other.bin'",
+    offset(str(SIZE)): "lies outside weights.bin",
+    offset("-1"): "lies outside weights.bin",
+    offset("1e3"): "lies outside weights.bin",
+    offset("1_0"): "lies outside weights.bin",
+    offset("9" * 30): "lies outside weights.bin",
+    length("1"): "has another size there",
+    length(""): "has another size there",
+    checksum: "has external data with",
+    external_and_raw: "not in weights.bin",
+    external_without_location_flag: "has external data with",
+    external_constant: "lies in '/etc/passwd'",
+    negative_dim: "has the shape",
+    short_raw: "bytes",
+    short_values: "another number of values",
+    strings: "field 6",
+    doubles: "has the data type 11",
+    same_initializer: "two initializers are named",
+    more_inputs: "its input 'more'",
+    fewer_outputs: "its outputs are not those of the manifest",
+    other_dtype: "its input 'input_ids' (int32",
+    other_shape: "its input 'input_ids' (int64, [3,",
+    no_shape: "has no tensor type with a shape",
+    sequence_input: "holds field 4",
+    annotation: "the graph holds field 14",
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"), FAULTS.items(), ids=lambda value: getattr(value, "__qualname__", None)
+)
+def test_a_graph_that_the_exporter_would_not_write_is_refused(fault, line):
+    model, info = make()
+    fault(model)
+    with pytest.raises(BundleError) as caught:
+        audit(model, info)
+    assert str(caught.value).startswith("decode.onnx is not one of our graphs: ")
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_end_early_are_refused():
+    model, info = make()
+    with pytest.raises(BundleError, match=r"lies outside weights\.bin"):
+        audit(model, info, SIZE - 1)
+
+
+def test_the_model_that_kills_onnxruntime_is_refused():
+    """A 97-byte graph with a block size of 2^32: SIGFPE while loading (RELIABILITY.md, fact 1)."""
+    node = helper.make_node("DepthToSpace", ["x"], ["y"], blocksize=2**32)
+    value = [helper.make_tensor_value_info(name, 1, [1, 4, 1, 1]) for name in "xy"]
+    model = helper.make_model(
+        helper.make_graph([node], "g", value[:1], value[1:]), opset_imports=[helper.make_opsetid("", 18)]
+    )
+    with pytest.raises(BundleError, match="DepthToSpace"):
+        audit(model, GraphInfo(file="decode.onnx", inputs=(), outputs=()))
+
+
+def test_merged_messages_cannot_hide_a_second_graph():
+    """Protobuf merges a field that comes twice; onnxruntime would see the union."""
+    model, info = make()
+    other = onnx.ModelProto()
+    other.graph.node.append(helper.make_node("DepthToSpace", ["x"], ["y"], blocksize=2))
+    with pytest.raises(BundleError, match="the model holds graph twice"):
+        audit_graph(model.SerializeToString() + other.SerializeToString(), info, SIZE)
+
+
+def test_damaged_bytes_never_end_in_a_traceback():
+    model, info = make()
+    data = model.SerializeToString()
+    rng = random.Random(0)
+    for _ in range(400):
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 8)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        if rng.random() < 0.5:
+            del changed[rng.randrange(len(changed)) :]
+        try:
+            audit_graph(bytes(changed), info, SIZE)
+        except BundleError as error:
+            assert "\n" not in str(error)  # noqa: PT017 (some changes, e.g. of a name, are harmless)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00", b"\xff" * 20, b"\x3a\xff\xff\xff\xff\x0f", b"\x08" + b"\x80" * 11, b"\x0b"]
+)
+def test_bytes_that_are_no_model_are_refused(data):
+    with pytest.raises(BundleError, match=r"^decode\.onnx is not one of our graphs: "):
+        audit_graph(data, make()[1], SIZE)
+
+
+def test_every_operator_of_the_list_exists():
+    """A misspelled name would allow nothing; onnx and onnxruntime know them all."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    known = {(schema.domain, schema.name) for schema in state.get_all_operator_schema()}
+    known |= {(kernel.domain, kernel.op_name) for kernel in state.get_all_opkernel_def()}
+    known |= {(schema.domain, schema.name) for schema in onnx.defs.get_all_schemas()}
+    assert {(domain, name) for domain, names in OPS.items() for name in names} <= known
+
+
+def test_no_operator_of_the_list_has_a_subgraph():
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.domain == "" and schema.name in OPS[""]:
+            kinds = {attribute.type for attribute in schema.attributes.values()}
+            assert onnx.defs.OpSchema.AttrType.GRAPH not in kinds
