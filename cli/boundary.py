@@ -52,7 +52,11 @@ def debug_option(command: Decorated) -> Decorated:
             ctx.find_object(Settings).debug = True  # type: ignore[union-attr]
 
     option = click.option(
-        "--debug", is_flag=True, expose_value=False, callback=switch_on, help="Show the traceback of an error."
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        callback=switch_on,
+        help="Show the traceback of an error.",
     )
     return option(command)
 
@@ -95,7 +99,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     """The line that a user sees, and the exit code."""
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "tfmx"
-        return f"{_one_line(error.format_message()).rstrip('.')}; see `{path} --help`", 2
+        return f"{_one_line(error.format_message()).rstrip('.')} (see `{path} --help`)", 2
     if isinstance(error, click.ClickException):
         return _one_line(error.format_message()), error.exit_code
     if isinstance(error, TfmxError):

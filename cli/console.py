@@ -54,9 +54,7 @@ def write_table(rows: Iterable[Sequence[str]], align: str = "", indent: int = 2)
     count = max((len(row) for row in lines), default=0)
     widths = [max(len(row[i]) for row in lines if i < len(row)) for i in range(count)]
     for row in lines:
-        cells = [
-            f"{cell:{align[i : i + 1] or '<'}{widths[i]}}" for i, cell in enumerate(row)
-        ]
+        cells = [f"{cell:{align[i : i + 1] or '<'}{widths[i]}}" for i, cell in enumerate(row)]
         write_line((" " * indent + "  ".join(cells)).rstrip())
 
 

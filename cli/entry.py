@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import NoReturn
 
 import click
 
 from .. import __version__
-from .boundary import debug_option, run_guarded
+from .boundary import INTERRUPTED, debug_option, run_guarded
 
 COMMANDS = ("export", "run", "verify", "inspect", "doctor")  # each a module beside this one
 
 
 class LazyGroup(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f".{cmd_name}", __package__).command
@@ -42,4 +43,9 @@ def group(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    sys.exit(run_guarded(group, sys.argv[1:]))
+    code = run_guarded(group, sys.argv[1:])
+    if code == INTERRUPTED:
+        os._exit(
+            code
+        )  # Python would first give the weights back piece by piece: 0.15 s against 0.25, SmolLM2
+    sys.exit(code)

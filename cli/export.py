@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Turn a checkpoint into a verified bundle.")
 @click.argument("source")
-@click.option("-o", "--out", metavar="OUT", required=True, help="The folder to write; a bundle there is replaced.")
+@click.option(
+    "-o", "--out", metavar="OUT", required=True, help="The folder to write; a bundle there is replaced."
+)
 @click.option(
     "--target",
     type=click.Choice(["ort", "portable"]),
@@ -34,11 +37,18 @@ if TYPE_CHECKING:
     show_default=True,
     help="The precision of weights, cache and arithmetic.",
 )
-@click.option("--opset", type=int, metavar="N", help="The version of ONNX's operators, 17 to 24.  [default: 18]")
 @click.option(
-    "--max-context", type=int, metavar="N", help="The longest sequence.  [default: what the model was made for]"
+    "--opset", type=int, metavar="N", help="The version of ONNX's operators, 17 to 24.  [default: 18]"
 )
-@click.option("--no-verify", is_flag=True, help="Skip the comparison with PyTorch; the bundle then carries no proof.")
+@click.option(
+    "--max-context",
+    type=int,
+    metavar="N",
+    help="The longest sequence.  [default: what the model was made for]",
+)
+@click.option(
+    "--no-verify", is_flag=True, help="Skip the comparison with PyTorch; the bundle then carries no proof."
+)
 @debug_option
 def command(
     source: str,
@@ -81,20 +91,24 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
     )
     nodes = {manifest.graphs[role].file: sum(found.ops.values()) for role, found in bundle.summaries.items()}
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
-    rows = [(name, size(info.size), f"{nodes[name]:,} nodes" if name in nodes else "") for name, info in by_size]
+    rows = [
+        (name, size(info.size), f"{nodes[name]:,} nodes" if name in nodes else "") for name, info in by_size
+    ]
     rows.append(("total", size(sum(info.size for info in manifest.files.values())), ""))
     write_table(rows, align="<>>")
     if parity is None:
-        write_line(f"not verified (--no-verify); `tfmx verify {bundle.path} --against {source}` compares it with PyTorch")
+        write_line("not verified (--no-verify); this compares it with PyTorch:")
+        write_line(f"  tfmx verify {shlex.quote(str(bundle.path))} --against {shlex.quote(source)}")
     else:
-        write_line(f"verified: {describe_parity(parity)}")
+        _report_parity(parity)
 
 
-def describe_parity(parity: Parity) -> str:
+def _report_parity(parity: Parity) -> None:
     from ..export.parity import FACTOR
 
     passed = sum(case.passed for case in parity.cases)
-    return (
-        f"{passed} of {plural(len(parity.cases), 'case')} agree with PyTorch, the worst at {parity.worst.ratio:.2f} "
-        f"times PyTorch's own rounding error (allowed: {FACTOR:g}), in '{parity.worst.name}'"
+    write_line(f"verified against PyTorch: {passed} of {plural(len(parity.cases), 'case')} pass")
+    write_line(
+        f"  worst: {parity.worst.ratio:.2f} times PyTorch's own rounding error ({FACTOR:g} allowed), "
+        f"in '{parity.worst.name}'"
     )

@@ -96,9 +96,7 @@ def _compare(bundle: Bundle, source: str, progress: Bars) -> tuple[CaseParity, .
 
 
 def _report_comparison(cases: tuple[CaseParity, ...]) -> None:
-    from ..export.parity import FACTOR
-
-    rows = [("case", "error", "allowed", f"of {FACTOR:g}x", "argmax", "")]
+    rows = [("case", "error", "allowed", "ratio", "argmax", "")]
     rows += [
         (
             case.name,
@@ -120,5 +118,7 @@ def _verdict(passed: bool) -> str:
 
 def _conclude(passed: list[bool], noun: str) -> None:
     if not all(passed):
-        raise VerifyError(f"{passed.count(False)} of {plural(len(passed), noun)} failed: the bundle computes something else")
+        raise VerifyError(
+            f"{passed.count(False)} of {plural(len(passed), noun)} failed: the bundle computes something else"
+        )
     write_line(f"verified: {plural(len(passed), noun)} pass")

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +31,7 @@ from .progress import Progress
 from .reference import ModuleReference, Reference
 from .source import KINDS, Graphs, SourceKind, stored_tensors
 from .stitch import GraphKind, Target, Weight, WeightPlan, graph_inputs, keep_input, present_shape, stamp
-from .trace import TRACE_OPSET, Fragment, trace
+from .trace import TRACE_OPSET, Fragment, cut, trace
 from .weights import torch_dtype
 
 INLINE = 1024  # constants of more elements than this go into the weights file
@@ -132,17 +133,18 @@ class _ModulePlan(WeightPlan):
         self._tensors: dict[str, Tensor] = {}
 
     def adopt(self, fragment: Fragment) -> Fragment:
-        weights: dict[str, str] = {}
-        for initializer, value in fragment.graph.initializers.items():
+        constants, weights = [], {}
+        for value in [*fragment.weights, *fragment.constants]:
             assert value.const_value is not None
             array = value.const_value.numpy()
-            if initializer not in fragment.weights and array.size <= INLINE:
+            if value not in fragment.weights and array.size <= INLINE:
+                constants.append(value)
                 continue
             digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()
-            name = self._names.setdefault(digest, fragment.weights.get(initializer, f"constant.{len(self._names)}"))
+            name = self._names.setdefault(digest, fragment.weights.get(value, f"constant.{len(self._names)}"))
             self._tensors[name] = torch.from_numpy(array.copy())
-            weights[initializer] = name
-        adopted = Fragment(fragment.graph, weights)
+            weights[value] = name
+        adopted = replace(fragment, constants=constants, weights=weights)
         self.see(adopted, "")
         return adopted
 
@@ -217,9 +219,10 @@ def _trace_module(
     mask = torch.ones(B, P + T, dtype=torch.int64)
     positions = torch.arange(P, P + T).expand(B, T).contiguous()
     try:
-        return trace(module, run, [ids, mask, positions, *states], axes, opset)
+        graph = trace(module, run, [ids, mask, positions, *states], axes, opset)
     except Exception as error:
         raise TraceError(f"torch could not trace the module's {kind}: {_first_line(error)}") from error
+    return cut(graph.inputs, graph.outputs)
 
 
 def _first_line(error: Exception) -> str:

@@ -50,14 +50,13 @@ class WeightPlan:
 
     def see(self, fragment: Fragment, prefix: str) -> None:
         """Matrices of linear layers lie transposed, also where an embedding shares them."""
-        for node in fragment.graph:
+        for node in fragment.nodes:
             if (node.domain, node.op_type) == ("tfmx", "Linear"):
                 weight = node.inputs[1]
                 assert weight is not None
-                self._columns.add(self.name(fragment, str(weight.name), prefix))
+                self._columns.add(self.name(prefix + fragment.weights[weight]))
 
-    def name(self, fragment: Fragment, initializer: str, prefix: str) -> str:
-        name = prefix + fragment.weights[initializer]
+    def name(self, name: str) -> str:
         return self.tied.get(name, name)
 
     def is_column(self, name: str) -> bool:
@@ -76,16 +75,14 @@ def stamp(
     """Copy the fragment into the graph under construction; returns its outputs there."""
     builder = lowering.b
     values: dict[ir.Value | None, ir.Value | None] = {None: None}
-    values.update(zip(fragment.graph.inputs, inputs, strict=True))
-    for name, initializer in fragment.graph.initializers.items():
-        if name in fragment.weights:
-            assert initializer.shape is not None
-            shape = [int(d) for d in initializer.shape]
-            values[initializer] = plan.use(builder, plan.name(fragment, name, prefix), shape)
-        else:
-            assert initializer.const_value is not None
-            values[initializer] = builder.const_tensor(initializer.const_value.numpy())
-    for node in fragment.graph:
+    values.update(zip(fragment.inputs, inputs, strict=True))
+    for value, name in fragment.weights.items():
+        assert value.shape is not None
+        values[value] = plan.use(builder, plan.name(prefix + name), [int(dim) for dim in value.shape])
+    for value in fragment.constants:
+        assert value.const_value is not None
+        values[value] = builder.const_tensor(value.const_value.numpy())
+    for node in fragment.nodes:
         mapped = [values[value] for value in node.inputs]
         if node.domain == "tfmx":
             weight = mapped[1].name if len(mapped) > 1 and mapped[1] is not None else None
@@ -96,7 +93,7 @@ def stamp(
                 node.op_type, *mapped, n_outputs=len(node.outputs), domain=node.domain, **attributes
             )
         values.update(zip(node.outputs, outputs, strict=True))
-    stamped = [values[output] for output in fragment.graph.outputs]
+    stamped = [values[output] for output in fragment.outputs]
     assert all(value is not None for value in stamped)
     return [value for value in stamped if value is not None]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +33,13 @@ _B, _T, _P = 2, 5, 3  # example sizes; distinct, and above 1, which torch.export
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    graph: ir.Graph
-    weights: dict[str, str]  # initializer → the weight's name in the traced module
+    """A piece of a traced graph."""
+
+    inputs: Sequence[ir.Value]
+    outputs: Sequence[ir.Value]
+    nodes: Sequence[ir.Node]
+    constants: Sequence[ir.Value]
+    weights: dict[ir.Value, str]  # initializer → the weight's name in the piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,64 +50,110 @@ class DecoderFragments:
     head: Fragment
 
 
-class _Piece(nn.Module):
-    """Lets torch.onnx trace one method of a module; its weights are named `module.…`."""
-
-    def __init__(self, module: nn.Module, method: Callable[..., object]) -> None:
-        super().__init__()
-        self.module = module
-        self.method = method
-
-    def forward(self, *args: Tensor) -> object:
-        return self.method(*args)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    name: str
+    run: Callable[..., object]
+    inputs: Sequence[Tensor]
+    free_axes: Sequence[Sequence[int]]  # of each input: the axes whose length is not baked in
+    n_outputs: int
+    prefix: str = ""  # of its weights' names in the skeleton
 
 
 @functools.cache  # both targets and both graphs are made of the same fragments
 def trace_decoder(config: ModelConfig, dtype: torch.dtype) -> DecoderFragments:
+    """All pieces in one trace, side by side: most of a trace's time does not depend on what is traced."""
     windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.n_layers)))
     skeleton_config = replace(config, n_layers=len(windows), windows=windows, context=min(config.context, 8))
     with FakeTensorMode(), _default_dtype(dtype):
         skeleton = Decoder(skeleton_config).eval()
-        attention = config.attention
-        ids = torch.zeros(_B, _T, dtype=torch.int64)
+        pieces = _pieces(skeleton, dtype)
+        fragments = _trace_pieces(skeleton, pieces)
+    return DecoderFragments(
+        embedding=fragments["embedding"],
+        rotary=fragments.get("rotary"),
+        blocks={window: fragments[f"blocks.{i}"] for i, window in enumerate(windows)},
+        head=fragments["head"],
+    )
+
+
+def _pieces(skeleton: Decoder, dtype: torch.dtype) -> list[_Piece]:
+    attention, row = skeleton.config.attention, (0, 1)
+
+    def ids() -> Tensor:  # a tensor given twice would become one input
+        return torch.zeros(_B, _T, dtype=torch.int64)
+
+    def x() -> Tensor:
+        return torch.zeros(_B, _T, skeleton.config.width, dtype=dtype)
+
+    def cache() -> Tensor:
+        return torch.zeros(_B, attention.n_kv_heads, _P, attention.head_dim, dtype=dtype)
+
+    def block(index: int) -> _Piece:
+        def run(x: Tensor, mask: Tensor, ids: Tensor, key: Tensor, value: Tensor, *rotary: Tensor) -> object:
+            return skeleton.blocks[index](x, mask, ids, rotary or None, key, value)
+
+        tables = [table.clone() for table in skeleton.rotary(ids()) or ()]
         mask = torch.ones(_B, _P + _T, dtype=torch.int64)
-        x = torch.zeros(_B, _T, config.width, dtype=dtype)
-        cache = torch.zeros(_B, attention.n_kv_heads, _P, attention.head_dim, dtype=dtype)
-        rotary = skeleton.rotary(ids)
-        per_token = rotary is not None and not skeleton.has_rotary_tables
-        row = (0, 1)
-        rotary_axes = [row if per_token else (0,)] * 2 if rotary is not None else []
+        table_axes = [(0,) if skeleton.has_rotary_tables else row for _ in tables]
+        inputs = [x(), mask, ids(), cache(), cache(), *tables]
+        name, axes = f"blocks.{index}", [row, row, row, (0, 2), (0, 2), *table_axes]
+        return _Piece(name, run, inputs, axes, 3, prefix=f"{name}.")
 
-        def block(layer: int) -> Fragment:
-            def run(x: Tensor, mask: Tensor, ids: Tensor, key: Tensor, value: Tensor, *tables: Tensor) -> object:
-                return skeleton.blocks[layer](x, mask, ids, tables or None, key, value)
+    pieces = [
+        _Piece("embedding", skeleton.embedding, [ids()], [row], 1),
+        *[block(index) for index in range(len(skeleton.blocks))],
+        _Piece("head", skeleton.logits, [x()], [row], 1),
+    ]
+    if attention.rotary is not None and not skeleton.has_rotary_tables:
+        pieces.append(_Piece("rotary", skeleton.rotary, [ids()], [row], 2))
+    return pieces
 
-            return trace(
-                skeleton.blocks[layer],
-                run,
-                [x, mask, ids, cache, cache.clone(), *(rotary or ())],  # one tensor twice would become one input
-                [row, row, row, (0, 2), (0, 2), *rotary_axes],
-            )
 
-        return DecoderFragments(
-            embedding=trace(skeleton, skeleton.embedding, [ids], [row]),
-            rotary=trace(skeleton, skeleton.rotary, [ids], [row]) if per_token else None,
-            blocks={window: block(layer) for layer, window in enumerate(windows)},
-            head=trace(skeleton, skeleton.logits, [x], [row]),
+def _trace_pieces(module: nn.Module, pieces: Sequence[_Piece]) -> dict[str, Fragment]:
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        rest, results = iter(arguments), []
+        for piece in pieces:
+            result = piece.run(*itertools.islice(rest, len(piece.inputs)))
+            results += [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+        return tuple(results)
+
+    inputs = [value for piece in pieces for value in piece.inputs]
+    graph = trace(module, run, inputs, [axes for piece in pieces for axes in piece.free_axes])
+    graph_inputs, graph_outputs = iter(graph.inputs), iter(graph.outputs)
+    return {
+        piece.name: cut(
+            list(itertools.islice(graph_inputs, len(piece.inputs))),
+            list(itertools.islice(graph_outputs, piece.n_outputs)),
+            piece.prefix,
         )
+        for piece in pieces
+    }
+
+
+class _Traced(nn.Module):
+    """Lets torch.onnx trace a function of a module; the module's weights are named `module.…`."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., object]) -> None:
+        super().__init__()
+        self.module = module
+        self.run = run
+
+    def forward(self, *args: Tensor) -> object:
+        return self.run(*args)
 
 
 def trace(
     module: nn.Module,
-    method: Callable[..., object],
+    run: Callable[..., object],
     inputs: Sequence[Tensor],
-    free_axes: Sequence[Sequence[int]],  # of each input: the axes whose length is not baked in
+    free_axes: Sequence[Sequence[int]],
     opset: int = TRACE_OPSET,
-) -> Fragment:
-    dynamic = tuple({axis: torch.export.Dim.DYNAMIC for axis in axes} for axes in free_axes)
+) -> ir.Graph:
+    dynamic = tuple(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in free_axes)
     with _quiet():
         program = torch.onnx.export(
-            _Piece(module, method),
+            _Traced(module, run),
             tuple(inputs),
             dynamo=True,
             optimize=False,  # it would fold weights that are not there
@@ -113,14 +165,34 @@ def trace(
     fold_constants_ir(program.model)
     ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
     ir_passes.RemoveUnusedNodesPass()(program.model)
-    graph = program.model.graph
-    return Fragment(graph, _weight_names(graph))
+    return program.model.graph
 
 
-def _weight_names(graph: ir.Graph) -> dict[str, str]:
-    """Initializers that are weights of the traced module; the others are small constants."""
-    names = [name for name in graph.initializers if name is not None]
-    return {name: name.removeprefix("module.") for name in names if name.startswith("module.")}
+def cut(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], prefix: str = "") -> Fragment:
+    """What lies between inputs and outputs; weights lose the prefix from their names."""
+    reached: set[ir.Node] = set()
+    open_values = list(outputs)
+    while open_values:
+        node = open_values.pop().producer()
+        if node is not None and node not in reached:
+            reached.add(node)
+            open_values += [value for value in node.inputs if value is not None]
+    graph = next(iter(reached)).graph
+    assert graph is not None
+    nodes = [node for node in graph if node in reached]
+    known = dict.fromkeys(value for node in nodes for value in node.inputs if value and value.const_value is not None)
+    weights = {value: str(value.name).removeprefix("module.") for value in known if _is_weight(value)}
+    return Fragment(
+        inputs=inputs,
+        outputs=outputs,
+        nodes=nodes,
+        constants=[value for value in known if value not in weights],
+        weights={value: name.removeprefix(prefix) for value, name in weights.items()},
+    )
+
+
+def _is_weight(value: ir.Value) -> bool:
+    return str(value.name).startswith("module.")
 
 
 @contextlib.contextmanager

@@ -8,12 +8,13 @@ as they are: nothing is copied to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, SelectedLogits, check_room
-from .session import NUMPY_DTYPES, Session, Value, ort_device
+from .session import NUMPY_DTYPES, Session, ort_device, ort_value
 
 _PAD = 0  # any valid token: the mask hides it
 _SHRINK_FROM = 128  # columns: a shorter prefill leaves little in the arena
@@ -26,14 +27,17 @@ class AppendEngine:
         self._states = graphs.manifest.state
         self._host, self._here = ort_device("cpu"), ort_device(graphs.device.kind)
         self._mask = np.zeros((batch, 0), np.int64)  # (B, P): 1 where the cache holds a real token
-        self._past: dict[str, Value] = {}
-        for state in self._states:
-            shape = (batch, *(0 if isinstance(dim, str) else dim for dim in state.shape[1:]))
-            self._past[state.past] = Value.of(np.zeros(shape, NUMPY_DTYPES[state.dtype]), self._here)
+        self._inputs = [state.past for state in self._states]
         self._outputs = [*(state.present for state in self._states), "logits"]
         self._places = [self._here] * len(self._states) + [
             self._host if graphs.select is None else self._here
         ]
+        self._past: list[Any] = []  # OrtValues
+        self._memory: list[npt.NDArray[Any]] = []  # of those that were made from arrays
+        shapes = [(batch, *(0 if isinstance(dim, str) else dim for dim in s.shape[1:])) for s in self._states]
+        self._set_past(
+            [np.zeros(shape, NUMPY_DTYPES[s.dtype]) for s, shape in zip(self._states, shapes, strict=True)]
+        )
 
     @property
     def can_trim(self) -> bool:
@@ -53,7 +57,7 @@ class AppendEngine:
 
     def score(self, row: Sequence[int]) -> FloatArray:
         assert len(self.lengths) == 1
-        return np.concatenate([np.asarray(logits.numpy()[0]) for logits in self._append([row], keep=0)])
+        return np.concatenate([logits.numpy()[0] for logits in self._append([row], keep=0)])
 
     def keep(self, rows: Sequence[int]) -> None:
         index = list(rows)
@@ -69,8 +73,8 @@ class AppendEngine:
         self._rewrite(list(range(len(self.lengths))), columns)
         self._mask, self.lengths = mask[:, columns], [min(length, old) for old in self.lengths]
 
-    def _append(self, rows: Sequence[Sequence[int]], *, keep: int) -> list[Value]:
-        """Run the rows, padded, in chunks of columns; gives the logits of each chunk."""
+    def _append(self, rows: Sequence[Sequence[int]], *, keep: int) -> list[Any]:
+        """Run the rows, padded, in chunks of columns; gives the logits (OrtValues) of each chunk."""
         counts = [len(row) for row in rows]
         check_room(self._graphs.manifest, self.lengths, counts)
         P, T = self._mask.shape[1], max(counts)
@@ -79,7 +83,7 @@ class AppendEngine:
             ids[index, T - len(row) :], new[index, T - len(row) :] = row, 1
         mask = np.concatenate((self._mask, new), axis=1)  # (B, P+T)
         positions = (mask.cumsum(axis=1) - 1).clip(0)[:, P:]
-        before = self._past, self._mask
+        before = self._past, self._memory, self._mask
         logits = []
         try:
             for start in range(0, T, CHUNK):
@@ -88,38 +92,40 @@ class AppendEngine:
                 shrink = end == T >= _SHRINK_FROM
                 logits.append(self._run(self._graphs.prefill, *parts, keep=keep, shrink=shrink))
         except BaseException:  # also Ctrl-C: the old pasts are still whole
-            self._past, self._mask = before
+            self._past, self._memory, self._mask = before
             raise
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         return logits
 
     def _run(
         self, session: Session, ids: IntArray, mask: IntArray, positions: IntArray, *, keep: int, shrink: bool
-    ) -> Value:
-        feeds = dict(self._past)
+    ) -> Any:
+        """One run; its presents become the past. Gives the logits as an OrtValue."""
         arrays = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         arrays["num_logits_to_keep"] = np.asarray(keep, np.int64)
-        for name, array in arrays.items():
-            if session.takes(name):
-                feeds[name] = Value.of(np.require(array, requirements="C"), self._host)
-        results = session.run_values(feeds, self._outputs, self._places, shrink=shrink)
-        self._past = {state.past: results[index] for index, state in enumerate(self._states)}
-        self._mask = mask
-        return results[len(self._states)]
+        feeds = {n: np.require(array, requirements="C") for n, array in arrays.items() if n in session.takes}
+        names = [*self._inputs, *feeds]
+        values = [*self._past, *(ort_value(array, self._host) for array in feeds.values())]
+        *past, logits = session.run_values(names, values, self._outputs, self._places, shrink=shrink)
+        self._past, self._memory, self._mask = past, [], mask
+        return logits
 
-    def _result(self, logits: Value) -> Logits:
-        B, T, V = logits.shape
+    def _result(self, logits: Any) -> Logits:
+        B, T, V = logits.shape()
         if self._graphs.select is None or T != 1:
             return HostLogits(logits.numpy()[:, -1])
-        return SelectedLogits(logits.pointer, (B, V), lambda: logits.numpy()[:, -1], self._graphs.select)
+        return SelectedLogits(logits.data_ptr(), (B, V), lambda: logits.numpy()[:, -1], self._graphs.select)
 
     def _rewrite(self, rows: list[int], columns: npt.NDArray[np.bool_]) -> None:
         """Rebuild the state from some of its rows and cache columns, by way of the host."""
-        past = {}
-        for state in self._states:
-            array = self._past[state.past].numpy()[rows]
+        arrays = []
+        for state, value in zip(self._states, self._past, strict=True):
+            array = value.numpy()[rows]
             if state.growth == "append":
                 axis = next(i for i, dim in enumerate(state.shape) if i and isinstance(dim, str))
                 array = array.compress(columns, axis=axis)
-            past[state.past] = Value.of(np.ascontiguousarray(array), self._here)
-        self._past = past
+            arrays.append(np.ascontiguousarray(array))
+        self._set_past(arrays)
+
+    def _set_past(self, arrays: list[npt.NDArray[Any]]) -> None:
+        self._past, self._memory = [ort_value(array, self._here) for array in arrays], arrays

@@ -23,7 +23,7 @@ _SHRINK_FROM = 128  # tokens: a shorter prefill leaves little in the arena
 
 class CapacityEngine:
     def __init__(self, graphs: Graphs, batch: int, expected: int) -> None:
-        if not graphs.prefill.takes("num_logits_to_keep"):
+        if "num_logits_to_keep" not in graphs.prefill.takes:
             raise BundleError("a prefill graph with a cache of fixed capacity must take num_logits_to_keep")
         self.lengths = [0] * batch
         self._graphs = graphs
@@ -58,14 +58,14 @@ class CapacityEngine:
     def decode(self, tokens: Sequence[int] | IntArray) -> Logits:
         self._make_room([1] * len(self.lengths))
         ids = np.asarray(tokens, np.int64).reshape(-1, 1)  # (B, 1)
-        lengths = np.asarray(self.lengths, np.int64)
-        columns = np.arange(max(self.lengths) + 1)
-        mask = (columns < lengths[:, None]).astype(np.int64)  # (B, total): each row's past, zeros,
-        mask[:, -1] = 1  # and the new token, whose column is the last in every row
+        lengths = np.asarray(self.lengths, np.int64)[:, None]  # (B, 1)
+        mask = np.ones((len(ids), max(self.lengths) + 1), np.int64)  # (B, total): each row's past, zeros,
+        if len(ids) > 1:  # and the new token, whose column is the last in every row
+            mask[:, :-1] = np.arange(mask.shape[1] - 1) < lengths
         session = self._graphs.decoder(len(ids))
         if self._decode_binding is None:
             self._decode_binding = self._bind_batch(session)
-        _bind_tokens(session, self._decode_binding, ids, mask, lengths[:, None])
+        _bind_tokens(session, self._decode_binding, ids, mask, lengths)
         session.run(self._decode_binding)
         self.lengths = [length + 1 for length in self.lengths]
         return self._result()
@@ -97,7 +97,7 @@ class CapacityEngine:
         session = self._graphs.prefill
         binding = session.binding()
         self._bind_cache(binding, index, 1)
-        binding.input("num_logits_to_keep", np.asarray(1 if every is None else 0, np.int64))
+        binding.input_with_default("num_logits_to_keep", np.asarray(1 if every is None else 0, np.int64))
         if every is None:
             shape = (1, *self._logits.shape[1:])
             binding.device_output("logits", np.float32, shape, self._logits.row_pointer(index))
@@ -140,8 +140,8 @@ class CapacityEngine:
         binding = session.binding()
         self._bind_cache(binding, 0, len(self.lengths))
         binding.device_output("logits", np.float32, self._logits.shape, self._logits.pointer)
-        if session.takes("num_logits_to_keep"):
-            binding.input("num_logits_to_keep", np.asarray(1, np.int64))
+        if "num_logits_to_keep" in session.takes:
+            binding.input_with_default("num_logits_to_keep", np.asarray(1, np.int64))
         return binding
 
     def _result(self) -> Logits:
@@ -156,7 +156,7 @@ def _bind_tokens(
     session: Session, binding: Binding, ids: IntArray, mask: IntArray, positions: IntArray
 ) -> None:
     binding.input("input_ids", ids)
-    if session.takes("attention_mask"):
+    if "attention_mask" in session.takes:
         binding.input("attention_mask", mask)
-    if session.takes("position_ids"):
+    if "position_ids" in session.takes:
         binding.input("position_ids", np.ascontiguousarray(positions))

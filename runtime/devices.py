@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 
 DeviceName = Literal["cpu", "cuda", "auto"]
 
-_LOG = logging.getLogger(__name__)
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_FATAL = 4  # onnxruntime's log severity: failures reach us as exceptions, once
+_WARNING, _FATAL = 2, 4  # onnxruntime's log severities; failures reach us as exceptions, once
 _GQA = "com.microsoft.GroupQueryAttention"
 
 # y = x + x as an ONNX model (opset 18, float32 [n]); tests/test_devices.py makes it anew.
@@ -113,7 +111,7 @@ def bundle_problem(bundle: Bundle) -> str | None:
 
 def cuda_problem() -> str | None:
     """Why CUDA cannot be used on this machine and what to do, or None when it works. Takes about a second."""
-    return _package_problem() or _driver_problem() or _probe_problem()
+    return _package_problem() or _driver_problem() or _library_problem() or _probe_problem()
 
 
 def _package_problem() -> str | None:
@@ -152,43 +150,57 @@ def _driver_problem() -> str | None:
     return None
 
 
-def _probe_problem() -> str | None:
-    """Run one addition on the GPU: the only proof that the driver, CUDA and cuDNN fit together."""
-    import numpy as np
-
-    ort = import_onnxruntime()
+def _library_problem() -> str | None:
+    """Load CUDA and cuDNN from where pip puts them. onnxruntime prints what it misses, to stdout."""
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # preload_dlls prints what it misses
-        ort.preload_dlls()
-    missing = [
+    with contextlib.redirect_stdout(said):
+        import_onnxruntime().preload_dlls()
+    failures = [
         line.removeprefix("Failed to load ")
         for line in said.getvalue().splitlines()
         if "Failed to load" in line
     ]
-    options = ort.SessionOptions()
+    if failures:
+        names = ", ".join(line.partition(":")[0] for line in failures)
+        return f"CUDA libraries are missing ({names}); `pip install 'tfmx[cuda]'` brings them"
+    return None
+
+
+def _probe_problem() -> str | None:
+    """Run one addition on the GPU: the only proof that the driver, CUDA and cuDNN fit together."""
+    import numpy as np
+
+    options = import_onnxruntime().SessionOptions()
     options.log_severity_level = _FATAL
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
         session = make_session(PROBE_MODEL, options, Device("cuda", "probe"))
-        found = session.run(None, {"x": np.asarray([1.5], np.float32)})[0]
-    except DeviceError:
-        found = None
+        found = session.run(None, {"x": np.asarray([1.5], np.float32)})[0].tolist()
     except Exception as error:  # noqa: BLE001 (whatever it is, CUDA does not work)
-        return f"a test run failed ({_one_line(error)}); check the driver and the CUDA libraries"
-    if found is not None and found.tolist() == [3.0]:
-        return None
-    detail = f" ({missing[0]})" if missing else ""
-    return f"the CUDA libraries cannot be loaded{detail}; `pip install 'tfmx[cuda]'` brings them"
+        return f"a test run failed ({_one_line(error)}); see `nvidia-smi`, and `tfmx doctor` for the versions"
+    return None if found == [3.0] else f"a test run gave {found} for 1.5 + 1.5"
 
 
 def make_session(model: bytes, options: Any, device: Device) -> Any:
     """An onnxruntime session that runs on `device` and nowhere else."""
     settings = {"device_id": "0", "use_tf32": "0"}  # TF32 would round float32 products to 10 bits
     providers = [(device.provider, settings)] if device.kind == "cuda" else [device.provider]
-    session = import_onnxruntime().InferenceSession(model, options, providers=providers, enable_fallback=0)
+    ort = import_onnxruntime()
+    with _quiet(ort) if device.kind == "cuda" else contextlib.nullcontext():
+        session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
     if session.get_providers()[0] != device.provider:
         raise DeviceError(f"onnxruntime gave {session.get_providers()[0]} instead of {device.provider}")
     return session
+
+
+@contextlib.contextmanager
+def _quiet(ort: Any) -> Iterator[None]:
+    """A provider that cannot be loaded is logged to stderr whatever the session's own level is."""
+    ort.set_default_logger_severity(_FATAL)
+    try:
+        yield
+    finally:
+        ort.set_default_logger_severity(_WARNING)
 
 
 def check_assignment(subgraphs: Iterable[Any]) -> None:

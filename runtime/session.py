@@ -6,7 +6,6 @@ pattern for each. The arena is shrunk after long prefills, or it would stay at i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ class Session:
 
     def __init__(self, bundle: Bundle, role: str, device: Device, *, threads: int | None = None) -> None:
         self.info: GraphInfo = bundle.manifest.graphs[role]
+        self.takes = frozenset(tensor.name for tensor in self.info.inputs)
         self.device = device
         self.ort = import_onnxruntime()
         options = _session_options(self.ort, bundle.path, device, threads)
@@ -54,9 +54,6 @@ class Session:
         except Exception as error:
             raise SessionError(f"onnxruntime cannot load {self.info.file}: {_one_line(error)}") from error
 
-    def takes(self, name: str) -> bool:
-        return self.info.input(name) is not None
-
     def binding(self) -> Binding:
         return Binding(self._session.io_binding(), self.device)
 
@@ -66,21 +63,21 @@ class Session:
         self._guard(lambda: self._session.run_with_iobinding(binding.raw, options), options)
 
     def run_values(
-        self, feeds: dict[str, Value], outputs: list[str], places: list[Any], *, shrink: bool
-    ) -> list[Value]:
-        """Run values to values, each output allocated at its place (`ort_device`).
+        self, names: list[str], values: list[Any], outputs: list[str], places: list[Any], *, shrink: bool
+    ) -> list[Any]:
+        """Run OrtValues to OrtValues, each output allocated at its place (`ort_device`).
 
         For state that gets a new shape every run: with 60 tensors half the cost of binding each anew.
         """
         options = self._run_options(shrink=shrink)
-        names, values, results = list(feeds), _value_vector(), _value_vector()
-        for value in feeds.values():
-            values.push_back(value.raw)
+        feeds, results = _value_vector(), _value_vector()
+        for value in values:
+            feeds.push_back(value)
         self._guard(
-            lambda: self._session.run_with_ortvaluevector(options, names, values, outputs, results, places),
+            lambda: self._session.run_with_ortvaluevector(options, names, feeds, outputs, results, places),
             options,
         )
-        return [Value(results[index]) for index in range(len(outputs))]
+        return [results[index] for index in range(len(outputs))]
 
     def _run_options(self, *, shrink: bool) -> Any:
         options = self.ort.RunOptions()  # fresh each time: one that was terminated stays so
@@ -108,7 +105,11 @@ class Binding:
         self._kept: dict[str, npt.NDArray[Any]] = {}  # bound by address, so they must live as long
 
     def input(self, name: str, array: npt.NDArray[Any]) -> None:
-        """A contiguous host array; onnxruntime copies it to the device where that is another one."""
+        """A contiguous host array, used in place; onnxruntime copies it where the device is another one."""
+        self.raw.bind_cpu_input(name, array)
+
+    def input_with_default(self, name: str, array: npt.NDArray[Any]) -> None:
+        """As `input`, for one that the graph also has an initializer for (`bind_cpu_input` does not find those)."""
         self._kept[name] = array
         self.raw.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
@@ -123,30 +124,11 @@ class Binding:
         self.raw.bind_output(name, self._device.kind, 0, dtype, shape, pointer)
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor that onnxruntime owns, or (on the CPU) one that shares the memory of `array`."""
+def ort_value(array: npt.NDArray[Any], place: Any) -> Any:
+    """An OrtValue at a place. On the CPU it uses the array's memory, but does not keep the array alive: you must."""
+    from onnxruntime.capi import _pybind_state
 
-    raw: Any  # the pybind OrtValue: it keeps no reference to an array whose memory it uses
-    array: npt.NDArray[Any] | None = None
-
-    @classmethod
-    def of(cls, array: npt.NDArray[Any], place: Any) -> Value:
-        from onnxruntime.capi import _pybind_state
-
-        return cls(_pybind_state.OrtValue.ortvalue_from_numpy(array, place), array)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.raw.shape())
-
-    @property
-    def pointer(self) -> int:
-        return int(self.raw.data_ptr())
-
-    def numpy(self) -> npt.NDArray[Any]:
-        """The values on the host; on the CPU the memory itself."""
-        return self.array if self.array is not None else np.asarray(self.raw.numpy())
+    return _pybind_state.OrtValue.ortvalue_from_numpy(array, place)
 
 
 def ort_device(kind: str) -> Any:

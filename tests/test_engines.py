@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tfmx.runtime import append_engine, capacity_engine
+from tfmx.runtime import append_engine, capacity_engine, device_buffer
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import ContextFullError, Graphs, open_engine
@@ -203,6 +203,36 @@ def test_the_cache_is_written_in_place(capacity_graphs):
         filled = np.abs(buffer.to_host()).sum(axis=(1, 3)) > 0  # (B, C)
         assert filled.sum(axis=1).tolist() == [4, 2]
         assert buffer.pointer % 64 == 0
+
+
+def test_memory_on_a_device_behaves_the_same(capacity_graphs, weights, monkeypatch):
+    """The branch for CUDA (an OrtValue, changed by way of the host), with the CPU in the GPU's place."""
+    from types import SimpleNamespace
+
+    import onnxruntime
+
+    def put(array, _kind, _index):
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), "cpu", 0)
+
+    fake = SimpleNamespace(OrtValue=SimpleNamespace(ortvalue_from_numpy=put))
+    monkeypatch.setattr(device_buffer, "import_onnxruntime", lambda: fake)
+    monkeypatch.setattr(capacity_engine, "_GRANULE", 8)
+
+    def on_device(shape, dtype, _device):
+        return device_buffer.DeviceBuffer(shape, dtype, Device("cuda", "test"))
+
+    monkeypatch.setattr(capacity_engine, "DeviceBuffer", on_device)
+    engine, rows = open_engine(capacity_graphs, 3, 3), [list(row) for row in ROWS]
+    engine.prefill(rows)
+    engine.decode([1, 2, 3])
+    engine.keep([0, 2])
+    rows = [[*rows[0], 1], [*rows[2], 3]]
+    for token in range(100, 130):  # grows twice
+        logits = engine.decode([token, token + 50])
+        rows[0].append(token)
+        rows[1].append(token + 50)
+    for found, row in zip(logits.numpy(), rows, strict=True):
+        assert_close(found, last(weights, row))
 
 
 # --- float16, and choosing on the device -----------------------------------------------------------------

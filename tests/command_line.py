@@ -1,0 +1,161 @@
+"""Runs `tfmx ...` inside this process or as a program, and has bundles to run it on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import tiny_bundle
+from tfmx.cli.boundary import run_guarded
+from tfmx.cli.entry import group
+from tfmx.runtime.manifest import Manifest
+from tiny_checkpoints import save_tiny
+
+PROGRAM = (sys.executable, "-m", "tfmx")
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    def fails(self, code: int, *parts: str) -> None:
+        """It said one line, which has these parts, and nothing else."""
+        assert self.code == code, self
+        assert self.out == "", self
+        assert self.err.count("\n") == 1, self
+        assert self.err.startswith("tfmx: error: "), self
+        assert "Traceback" not in self.err
+        assert "internal error" not in self.err
+        for part in parts:
+            assert part in self.err, self
+
+
+class Stream(io.TextIOWrapper):
+    """A stream of bytes that may claim to be a terminal."""
+
+    def __init__(self, content: bytes = b"", *, is_terminal: bool = False) -> None:
+        self._is_terminal = is_terminal
+        super().__init__(io.BytesIO(content), encoding="utf-8")
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode()
+
+
+def tfmx(*arguments: object, stdin: bytes = b"", terminal: str = "") -> Done:
+    """Run a command line here. `terminal` names the streams that are one: "in", "out", "err"."""
+    streams = {name: Stream(is_terminal=name in terminal.split()) for name in ("out", "err")}
+    given = Stream(stdin, is_terminal="in" in terminal.split())
+    with (
+        contextlib.redirect_stdout(streams["out"]),
+        contextlib.redirect_stderr(streams["err"]),
+        mock.patch.object(sys, "stdin", given),
+    ):
+        code = run_guarded(group, [str(argument) for argument in arguments])
+    return Done(code, streams["out"].text(), streams["err"].text())
+
+
+def program(*arguments: object, **options: object) -> Done:
+    """Run it as a program of its own."""
+    command = [*PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def program_without(package: str, *arguments: object) -> Done:
+    """As if a package were not installed."""
+    code = f"import sys; sys.modules[{package!r}] = None\nfrom tfmx.cli import main\nmain()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+# --- things to run it on ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def workplace() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tfmx-cli-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def checkpoint() -> Path:
+    """A Hugging Face folder of a tiny llama, with a tokenizer and a chat template."""
+    folder = workplace() / "checkpoint"
+    save_tiny(folder, "llama", vocab_size=tiny_bundle.VOCAB, bos_token_id=256, eos_token_id=257)
+    (folder / "tokenizer.json").write_text(tiny_bundle.tiny_tokenizer().to_str(), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(tiny_bundle.CHAT_TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@functools.cache
+def exported() -> tuple[Path, Done]:
+    """What `tfmx export` made of it (10 s, once), and what it said."""
+    folder = workplace() / "exported"
+    done = tfmx("export", checkpoint(), "-o", folder)
+    assert done.code == 0, done
+    return folder, done
+
+
+@functools.cache
+def bundle() -> Path:
+    """A bundle that needs no export: context 96, byte-level tokens, ids 256 to 259 special."""
+    folder = workplace() / "bundle"
+    tiny_bundle.write_bundle(folder, "capacity")
+    return folder
+
+
+@functools.cache
+def long_bundle() -> Path:
+    """One that can talk for many seconds."""
+    folder = workplace() / "long"
+    with mock.patch.object(tiny_bundle, "CONTEXT", 200_000):
+        tiny_bundle.write_bundle(folder, "capacity")
+    return folder
+
+
+ENDLESS = ("--logit-bias", "257=-inf", "--logit-bias", "259=-inf")  # no end tokens
+
+
+def without(folder: Path, *names: str) -> None:
+    """Take files out of a bundle, as if the export had not had them."""
+    for name in names:
+        (folder / name).unlink()
+    reseal(folder)
+
+
+def reseal(folder: Path) -> None:
+    """Make the manifest fit what is in the folder."""
+    manifest = Manifest.from_bytes((folder / "manifest.json").read_bytes())
+    changed = dataclasses.replace(manifest, files=tiny_bundle.list_files(folder))
+    (folder / "manifest.json").write_bytes(changed.to_bytes())
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def copied(folder: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as place:
+        yield Path(shutil.copytree(folder, Path(place) / "bundle"))
