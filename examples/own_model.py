@@ -60,7 +60,9 @@ class OwnModel(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         total, new = attention_mask.shape[1], input_ids.shape[1]
         columns = torch.arange(total, device=input_ids.device)
-        seen = (columns[None, :] <= columns[total - new :, None]) & (attention_mask[:, None, :] == 1)  # (B, T, P+T)
+        seen = (columns[None, :] <= columns[total - new :, None]) & (
+            attention_mask[:, None, :] == 1
+        )  # (B, T, P+T)
         x = self.tokens(input_ids) + self.positions(position_ids)
         present: list[Tensor] = []
         for i, block in enumerate(self.blocks):

@@ -9,7 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 Attribute = int | float | str | Sequence[int]
-_REDUCTIONS = frozenset({"ReduceMax", "ReduceMean", "ReduceMin"})  # ReduceSum took its axes as an input earlier
+_REDUCTIONS = frozenset(
+    {"ReduceMax", "ReduceMean", "ReduceMin"}
+)  # ReduceSum took its axes as an input earlier
 
 
 class Builder:
@@ -29,7 +31,9 @@ class Builder:
         return value
 
     def output(self, value: ir.Value, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> None:
-        if value in self.outputs or value.producer() is None:  # one value cannot be two outputs, nor an input one
+        if (
+            value in self.outputs or value.producer() is None
+        ):  # one value cannot be two outputs, nor an input one
             value = self.op("Identity", value)
         value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
         self.outputs.append(value)
@@ -53,16 +57,25 @@ class Builder:
             )
         return self.constants[key]
 
-    def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Attribute) -> ir.Value:
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Attribute
+    ) -> ir.Value:
         return self.ops(op_type, *inputs, n_outputs=1, domain=domain, **attributes)[0]
 
     def ops(
-        self, op_type: str, *inputs: ir.Value | None, n_outputs: int, domain: str = "", **attributes: Attribute
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        n_outputs: int,
+        domain: str = "",
+        **attributes: Attribute,
     ) -> Sequence[ir.Value]:
         trimmed = list(inputs)
         while trimmed and trimmed[-1] is None:
             trimmed.pop()
-        if self.opset < 18 and op_type in _REDUCTIONS and len(trimmed) == 2:  # the axes were an attribute then
+        if (
+            self.opset < 18 and op_type in _REDUCTIONS and len(trimmed) == 2
+        ):  # the axes were an attribute then
             axes = trimmed.pop()
             assert axes is not None
             assert axes.const_value is not None

@@ -15,6 +15,7 @@ import numpy as np
 from .stitch import GraphKind
 
 Ids = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Padding = Literal["left", "right"]
 DECODE_STEPS = 16
 
@@ -30,9 +31,10 @@ class Run:
     keep: int = 0  # num_logits_to_keep
 
     @property
-    def is_real(self) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def is_real(self) -> Flags:
         """Which of the new tokens are not pads, (B, T)."""
-        return self.attention_mask[:, -self.input_ids.shape[1] :] == 1
+        flags: Flags = self.attention_mask[:, -self.input_ids.shape[1] :] == 1
+        return flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Case:
     runs: tuple[Run, ...]
     spare: int = 0  # slots of garbage behind the cache, where the target has a buffer with room
     is_golden: bool = False  # kept in the bundle, for checks without PyTorch
+
 
 def parity_cases(vocab_size: int, context: int, longest: int) -> list[Case]:
     """`longest`: the longest sequence to try; below `context` only where memory would not hold the cache."""
@@ -101,7 +104,9 @@ class _Maker:
         runs = [replace(run, keep=keep) for run in self._runs("prefill", ids, mask, P, widths)]
         mask = np.concatenate([mask, np.ones((len(rows), decode), np.int64)], axis=1)
         runs += self._runs("decode", ids[:, T:], mask, P + T, [1] * decode)
-        return Case(name, past_mask, tuple(runs), max(min(spare, self.context - P - T - decode), 0), is_golden)
+        return Case(
+            name, past_mask, tuple(runs), max(min(spare, self.context - P - T - decode), 0), is_golden
+        )
 
     def _fitted(self, rows: Sequence[int], past: Sequence[int], decode: int) -> tuple[list[int], int]:
         """Shortened where the model's context is smaller than the case."""

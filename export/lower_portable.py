@@ -93,7 +93,9 @@ class PortableLowering:
         start = self.b.op("Neg", self.b.op("Reshape", keep, self.b.const([1])))
         return self.b.slice(x, start, self.b.const([END]), 1)
 
-    def lower(self, node: ir.Node, inputs: Sequence[ir.Value | None], weight_is_column: bool) -> Sequence[ir.Value]:
+    def lower(
+        self, node: ir.Node, inputs: Sequence[ir.Value | None], weight_is_column: bool
+    ) -> Sequence[ir.Value]:
         """`weight_is_column`: the node's weight lies in the file as (in, out)."""
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         x = inputs[0]
@@ -109,13 +111,15 @@ class PortableLowering:
         if node.op_type == "Activation":
             return [self.activation(x, attributes["kind"])]
         if node.op_type == "GatedActivation":
-            gate, up = self.b.ops("Split", x, n_outputs=2, axis=-1, **self._halves())
+            gate, up = self.halves(x)
             return [self.b.op("Mul", self.activation(gate, attributes["kind"]), up)]
         assert node.op_type == "Attention", node.op_type
         return self.attention(AttentionNode.parse(node, inputs))
 
-    def _halves(self) -> dict[str, int]:
-        return {"num_outputs": 2} if self.b.opset >= 18 else {}  # before 18 equal parts are the default
+    def halves(self, x: ir.Value) -> Sequence[ir.Value]:
+        if self.b.opset < 18:  # equal parts were the default
+            return self.b.ops("Split", x, n_outputs=2, axis=-1)
+        return self.b.ops("Split", x, n_outputs=2, axis=-1, num_outputs=2)
 
     def embedding(self, token_ids: ir.Value, weight: ir.Value, weight_is_column: bool) -> ir.Value:
         if not weight_is_column:
@@ -162,7 +166,9 @@ class PortableLowering:
             q = b.op("Reshape", q, b.const([0, H_kv, -1, D]))  # (B, H_kv, G T, D)
         # The scale goes on the queries, where it is D numbers a row and not P+T.
         q = b.op("Mul", q, b.const(node.scale, self.dtype))
-        scores = self.widen(b.op("MatMul", q, b.op("Transpose", key, perm=[0, 1, 3, 2])))  # (B, H_kv, G T, P+T)
+        scores = self.widen(
+            b.op("MatMul", q, b.op("Transpose", key, perm=[0, 1, 3, 2]))
+        )  # (B, H_kv, G T, P+T)
         if node.softcap:
             cap = b.const(node.softcap, FLOAT)
             scores = b.op("Mul", b.op("Tanh", b.op("Div", scores, cap)), cap)
@@ -180,7 +186,9 @@ class PortableLowering:
         b, D = self.b, node.head_dim
         counts = (node.n_heads, node.n_kv_heads, node.n_kv_heads)
         parts = b.ops("Split", node.qkv, b.const([n * D for n in counts]), n_outputs=3, axis=-1)
-        q, k, v = (b.op("Reshape", part, b.const([0, 0, n, D])) for part, n in zip(parts, counts, strict=True))
+        q, k, v = (
+            b.op("Reshape", part, b.const([0, 0, n, D])) for part, n in zip(parts, counts, strict=True)
+        )
         if node.q_norm is not None and node.k_norm is not None:
             q = self.norm(q, node.q_norm, None, node.qk_norm_kind, node.qk_norm_eps)
             k = self.norm(k, node.k_norm, None, node.qk_norm_kind, node.qk_norm_eps)

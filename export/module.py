@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -30,7 +31,17 @@ from .lower_portable import FLOAT, PortableLowering
 from .progress import Progress
 from .reference import ModuleReference, Reference
 from .source import KINDS, Graphs, SourceKind, stored_tensors
-from .stitch import GraphKind, Target, Weight, WeightPlan, graph_inputs, keep_input, present_shape, stamp
+from .stitch import (
+    GraphKind,
+    Target,
+    Weight,
+    WeightPlan,
+    dims,
+    graph_inputs,
+    keep_input,
+    present_shape,
+    stamp,
+)
 from .trace import TRACE_OPSET, Fragment, cut, trace
 from .weights import torch_dtype
 
@@ -57,7 +68,9 @@ class ModuleSource:
         self.spec = _checked_spec(module, source)
         self.vocab_size, self.max_context = module.vocab_size, module.max_context
         if max_context is not None and max_context != self.max_context:
-            raise ModuleError(f"--max-context is {max_context}; a module of your own says its max_context itself")
+            raise ModuleError(
+                f"--max-context is {max_context}; a module of your own says its max_context itself"
+            )
         self.model_info: dict[str, object] = {"factory": self._factory_name, "class": type(module).__name__}
         self.generation = GenerationDefaults(eos_token_ids=tuple(getattr(module, "eos_token_ids", ())))
         self.texts: dict[str, str] = {}
@@ -68,7 +81,7 @@ class ModuleSource:
     def digests(self) -> dict[str, FileInfo]:
         return {self._file.name: file_info(self._file)}
 
-    def growth(self, target: Target) -> str:
+    def growth(self, target: Target) -> str:  # noqa: ARG002 - the same for both
         return "append"
 
     def reference(self) -> Reference:
@@ -77,7 +90,7 @@ class ModuleSource:
     def _module(self) -> ExportableModule:
         torch.manual_seed(0)  # a factory that draws its weights gives the same ones each time
         try:
-            module = self._factory()
+            module: Any = self._factory()
         except Exception as error:
             raise ModuleError(f"{self._factory_name} in {self._file} failed: {_first_line(error)}") from error
         for name in ("vocab_size", "max_context", "state_spec"):
@@ -85,7 +98,8 @@ class ModuleSource:
                 raise ModuleError(
                     f"{type(module).__name__} from {self._file} has no {name}; see tfmx.tfm_model.protocol"
                 )
-        return module  # type: ignore[no-any-return]
+        checked: ExportableModule = module
+        return checked
 
     def graphs(self, target: Target, opset: int, progress: Progress) -> Graphs:
         if opset < TRACE_OPSET:
@@ -148,7 +162,7 @@ class _ModulePlan(WeightPlan):
         self.see(adopted, "")
         return adopted
 
-    def use(self, builder: Builder, name: str, shape: object) -> ir.Value:
+    def use(self, builder: Builder, name: str, shape: object) -> ir.Value:  # noqa: ARG002 - the tensor is known
         tensor = self._tensors[name]
         stored = tuple(reversed(tensor.shape)) if self.is_column(name) else tuple(tensor.shape)
         dtype = ir.DataType.from_numpy(tensor.numpy().dtype)
@@ -158,8 +172,8 @@ class _ModulePlan(WeightPlan):
     def reader(self, value: ir.Value) -> Callable[[], Tensor]:
         name = str(value.name)
         if name == "columns":
-            length = value.shape[0] if value.shape is not None else 0
-            return lambda: torch.arange(int(length))
+            [length] = dims(value)
+            return lambda: torch.arange(length)
         tensor = self._tensors[name]
         return lambda: tensor.T if self.is_column(name) else tensor
 
@@ -170,7 +184,9 @@ def _load_factory(file: Path, name: str) -> Callable[[], object]:
     module = _run_file(file.resolve())
     factory = getattr(module, name, None)
     if not callable(factory):
-        found = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        found = ", ".join(
+            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+        )
         raise ModuleError(f"{file} has no function {name!r}; it has {found or 'none'}")
     return factory  # type: ignore[no-any-return]
 
@@ -193,7 +209,11 @@ def _checked_spec(module: ExportableModule, source: str) -> StateSpec:
     spec = module.state_spec()
     for state in spec:
         grows = "past_sequence_length" in state.shape
-        if state.shape[:1] != ("batch_size",) or state.growth == "capacity" or grows != (state.growth == "append"):
+        if (
+            state.shape[:1] != ("batch_size",)
+            or state.growth == "capacity"
+            or grows != (state.growth == "append")
+        ):
             raise ModuleError(
                 f"{source}: state {state.past} has shape {state.shape} and growth {state.growth!r}; wanted "
                 "batch_size first, and past_sequence_length in it just if the growth is 'append'"
@@ -206,10 +226,16 @@ def _trace_module(
 ) -> Fragment:
     B, P, T = 2, 3, 5 if kind == "prefill" else 1
     sizes = {"batch_size": B, "past_sequence_length": P}
-    states = [torch.zeros([sizes.get(str(d), d) for d in state.shape], dtype=dtype) for state in spec]  # type: ignore[misc]
+    shapes = [[sizes[dim] if isinstance(dim, str) else dim for dim in state.shape] for state in spec]
+    states = [torch.zeros(shape, dtype=dtype) for shape in shapes]
     ids = torch.zeros(B, T, dtype=torch.int64)
     row = (0, 1) if kind == "prefill" else (0,)
-    axes = [row, (0, 1), row, *[[i for i, d in enumerate(state.shape) if isinstance(d, str)] for state in spec]]
+    axes = [
+        row,
+        (0, 1),
+        row,
+        *[[i for i, d in enumerate(state.shape) if isinstance(d, str)] for state in spec],
+    ]
 
     def run(input_ids: Tensor, mask: Tensor, positions: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         logits, present = module(input_ids, mask, positions, list(state))

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import torch
 
 from .. import TfmxError
+from ..runtime.devices import import_onnxruntime
 from .cases import Case, Run, parity_cases
 from .progress import Progress
 from .reference import Array, CaseOutputs, Pasts, Reference
@@ -47,7 +47,10 @@ class CaseParity:
     @property
     def ratio(self) -> float:
         """How many times PyTorch's own error; NaN where a value is not finite."""
-        shares = [self.error / self.budget, self.state_error / self.state_budget if self.state_budget else 0.0]
+        shares = [
+            self.error / self.budget,
+            self.state_error / self.state_budget if self.state_budget else 0.0,
+        ]
         return FACTOR * float(np.max(shares))
 
     @property
@@ -80,7 +83,7 @@ class Parity:
         return {
             "rule": RULE,
             "reference": f"torch {torch.__version__.split('+')[0]} float64",
-            "runtime": f"onnxruntime {ort.__version__}",
+            "runtime": f"onnxruntime {import_onnxruntime().__version__}",
             "passed": self.passed,
             "worst_ratio": _short(self.worst.ratio),
             "cases": [
@@ -106,10 +109,13 @@ class Graphs:
 
     def __init__(self, folder: Path, growth: str) -> None:
         self.growth = growth
+        ort = import_onnxruntime()
         options = ort.SessionOptions()
         options.log_severity_level = 3
         self.sessions = {
-            kind: ort.InferenceSession(str(folder / f"{kind}.onnx"), options, providers=["CPUExecutionProvider"])
+            kind: ort.InferenceSession(
+                str(folder / f"{kind}.onnx"), options, providers=["CPUExecutionProvider"]
+            )
             for kind in ("prefill", "decode")
         }
 
@@ -141,11 +147,15 @@ class Graphs:
         try:
             outputs = session.run(None, {name: value for name, value in given.items() if name in wanted})
         except Exception as error:  # onnxruntime's errors have no class in common but this
-            raise ParityError(f"onnxruntime cannot run the {run.graph} graph: {str(error).splitlines()[0]}") from error
+            raise ParityError(
+                f"onnxruntime cannot run the {run.graph} graph: {str(error).splitlines()[0]}"
+            ) from error
         B, T = run.input_ids.shape
         expected = (B, run.keep or T, reference.vocab_size)
         if outputs[0].shape != expected:
-            raise ParityError(f"the {run.graph} graph gives logits of shape {outputs[0].shape}, wanted {expected}")
+            raise ParityError(
+                f"the {run.graph} graph gives logits of shape {outputs[0].shape}, wanted {expected}"
+            )
         return list(outputs)
 
     def _written(self, present: Array, run: Run) -> Array:
@@ -157,7 +167,10 @@ class Graphs:
             return rows[:, rows.shape[1] - T :][is_real]
         n_past = run.attention_mask[:, :-T].sum(axis=1)
         return np.concatenate(
-            [row[start : start + count] for row, start, count in zip(rows, n_past, is_real.sum(1), strict=True)]
+            [
+                row[start : start + count]
+                for row, start, count in zip(rows, n_past, is_real.sum(1), strict=True)
+            ]
         )
 
 
@@ -271,5 +284,5 @@ def golden_arrays(case: Case, exact: CaseOutputs, budget: float) -> dict[str, Ar
         f"{name}.attention_mask": prefill.attention_mask,
         f"{name}.decode_ids": np.stack(decode_ids),
         f"{name}.expected": np.stack([logits[:, -1].astype(np.float32) for logits in exact.logits]),
-        f"{name}.budget": np.float64(budget),
+        f"{name}.budget": np.array(budget),
     }

@@ -66,10 +66,14 @@ class ExportOptions:
 
 def export(source: str, out: Path, options: ExportOptions, progress: Progress | None = None) -> Parity | None:
     """Write the bundle to `out`, or raise and leave `out` as it was; returns the parity that was measured."""
-    return export_model(open_source(source, DTYPES[options.dtype], options.max_context), out, options, progress)
+    return export_model(
+        open_source(source, DTYPES[options.dtype], options.max_context), out, options, progress
+    )
 
 
-def export_model(model: Source, out: Path, options: ExportOptions, progress: Progress | None = None) -> Parity | None:
+def export_model(
+    model: Source, out: Path, options: ExportOptions, progress: Progress | None = None
+) -> Parity | None:
     progress = progress or Silent()
     with published(out) as folder:
         graphs = model.graphs(options.target, options.opset, progress)
@@ -80,7 +84,9 @@ def export_model(model: Source, out: Path, options: ExportOptions, progress: Pro
             parity.require()
             files[GOLDEN_FILE] = _write(folder / GOLDEN_FILE, _npz(parity))
         manifest = make_manifest(model, graphs, options, files, parity)
-        (folder / MANIFEST).write_bytes(manifest.to_bytes())  # last, so that a folder with a manifest is whole
+        (folder / MANIFEST).write_bytes(
+            manifest.to_bytes()
+        )  # last, so that a folder with a manifest is whole
         Bundle.open(folder, check=False)  # what the runtime would refuse is not published
     return parity
 
@@ -107,7 +113,9 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
     digest = write_weights(folder / WEIGHTS_FILE, graphs.tensors, progress.advance)
     files = {WEIGHTS_FILE: FileInfo(size=(folder / WEIGHTS_FILE).stat().st_size, sha256=digest)}
     for kind, graph in graphs.models.items():
-        files[f"{kind}.onnx"] = _write(folder / f"{kind}.onnx", ir.to_proto(graph).SerializeToString(deterministic=True))
+        files[f"{kind}.onnx"] = _write(
+            folder / f"{kind}.onnx", ir.to_proto(graph).SerializeToString(deterministic=True)
+        )
     for name, text in model.texts.items():
         files[name] = _write(folder / name, text.encode())
     return files
@@ -160,7 +168,9 @@ def _graph_info(kind: str, model: ir.Model) -> GraphInfo:
         )
 
     return GraphInfo(
-        file=f"{kind}.onnx", inputs=tensors(list(model.graph.inputs)), outputs=tensors(list(model.graph.outputs))
+        file=f"{kind}.onnx",
+        inputs=tensors(list(model.graph.inputs)),
+        outputs=tensors(list(model.graph.outputs)),
     )
 
 

@@ -52,7 +52,9 @@ def published(out: Path) -> Iterator[Path]:
         folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner may read
         _move_into_place(folder, out.absolute())
     except OSError as error:
-        raise PublishError(f"cannot write the bundle {out}: {error.strerror or error}; nothing was changed") from error
+        raise PublishError(
+            f"cannot write the bundle {out}: {error.strerror or error}; nothing was changed"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # what is there now: a failed attempt, or the bundle before
         if lock is not None:

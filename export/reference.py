@@ -59,7 +59,9 @@ class Pasts:
         B, T = case.runs[0].input_ids.shape
         [outputs] = reference.run([case], None, torch.float64, progress)
         self._states = [
-            torch.from_numpy(values).unflatten(0, (B, T)) if _grows(state) else torch.from_numpy(values)
+            torch.from_numpy(values.reshape(B, T, *values.shape[1:]))
+            if _grows(state)
+            else torch.from_numpy(values)
             for values, state in zip(outputs.states[0], self._spec, strict=True)
         ]
 
@@ -109,7 +111,7 @@ class DecoderReference:
         with torch.device("meta"):
             self.spec = Decoder(config).state_spec()
 
-    def steps(self, cases: Sequence[Case]) -> int:
+    def steps(self, cases: Sequence[Case]) -> int:  # noqa: ARG002 - all go through a layer together
         return self.config.n_layers
 
     @torch.no_grad()
@@ -140,23 +142,20 @@ class DecoderReference:
     ) -> None:
         states = self.spec[2 * layer : 2 * layer + 2]
         dtype = ends.norm.weight.dtype
-        key, value = (
-            start(pasts, case, 2 * layer + i, state, dtype) for i, state in enumerate(states)
-        )
+        key, value = (start(pasts, case, 2 * layer + i, state, dtype) for i, state in enumerate(states))
         for index, run in enumerate(case.runs):
             mask, positions = torch.from_numpy(run.attention_mask), torch.from_numpy(run.position_ids)
             xs[index], key, value = block(xs[index], mask, positions, ends.rotary(positions), key, value)
-            result.states[index] += [written(t, s, case, index) for t, s in zip((key, value), states, strict=True)]
+            result.states[index] += [
+                written(t, s, case, index) for t, s in zip((key, value), states, strict=True)
+            ]
 
     def _part(self, part: int, dtype: torch.dtype) -> Decoder:
         """Part 0 is the model without its layers; part n has layer n-1 and nothing else."""
         layer = part - 1
-        config = replace(
-            self.config,
-            n_layers=1,
-            windows=(self.config.window(max(layer, 0)),),
-            **({} if part == 0 else {"vocab_size": 1, "context": 1}),
-        )
+        config = replace(self.config, n_layers=1, windows=(self.config.window(max(layer, 0)),))
+        if part:
+            config = replace(config, vocab_size=1, context=1)
         with torch.device("meta"):
             model = Decoder(config)
         if part and model.has_rotary_tables:
@@ -169,7 +168,9 @@ class DecoderReference:
                 for name, _ in model.named_parameters()
                 if name.startswith("blocks.")
             ]
-        model.load_state_dict({name: self._read(source, dtype) for name, source in wanted}, strict=False, assign=True)
+        model.load_state_dict(
+            {name: self._read(source, dtype) for name, source in wanted}, strict=False, assign=True
+        )
         if part == 0 and config.tied_head:
             model.head.weight = model.embed.weight
         if part == 0 and model.has_rotary_tables:
@@ -183,7 +184,11 @@ class ModuleReference:
     def __init__(self, build: Callable[[], ExportableModule], precision: torch.dtype) -> None:
         self._build, self.precision = build, precision
         module = build()
-        self.spec, self.vocab_size, self.max_context = module.state_spec(), module.vocab_size, module.max_context
+        self.spec, self.vocab_size, self.max_context = (
+            module.state_spec(),
+            module.vocab_size,
+            module.max_context,
+        )
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)
@@ -206,11 +211,11 @@ class ModuleReference:
         result = CaseOutputs()
         state = [start(pasts, case, i, s, dtype) for i, s in enumerate(self.spec)]
         for index, run in enumerate(case.runs):
-            inputs = (torch.from_numpy(a) for a in (run.input_ids, run.attention_mask, run.position_ids))
-            logits, state = module(*inputs, state)
+            ids, mask, positions = map(
+                torch.from_numpy, (run.input_ids, run.attention_mask, run.position_ids)
+            )
+            logits, state = module(ids, mask, positions, state)
             result.logits.append(np.asarray(logits.numpy()))
             result.states.append([written(t, s, case, index) for t, s in zip(state, self.spec, strict=True)])
         progress()
         return result
-
-

@@ -13,15 +13,15 @@ import torch
 
 from .. import InputError
 from ..runtime.bundle import FileInfo, file_info
-from ..tfm_model.config import ModelConfig
 from ..tfm_model.checkpoint import Checkpoint, GenerationDefaults, read_finite
+from ..tfm_model.config import ModelConfig
 from ..tfm_model.decoder import Decoder
 from ..tfm_model.rotary import rotary_tables
 from ..tfm_model.source import is_python_source, open_checkpoint
 from ..tfm_model.state import StateSpec
 from .progress import Progress
 from .reference import DecoderReference, Reference
-from .stitch import GraphKind, Target, WeightPlan, stitch_decoder
+from .stitch import GraphKind, Target, WeightPlan, dims, stitch_decoder
 from .trace import trace_decoder
 from .weights import StoredTensor, torch_dtype
 
@@ -126,10 +126,8 @@ def stored_tensors(
     for model in models:
         for name, value in model.graph.initializers.items():
             if value.const_value is None and name not in tensors:
-                assert value.shape is not None
                 assert value.dtype is not None
-                shape = tuple(int(dim) for dim in value.shape)
-                tensors[name] = StoredTensor(name, value.dtype, shape, reader(value))
+                tensors[name] = StoredTensor(name, value.dtype, dims(value), reader(value))
     return list(tensors.values())
 
 
@@ -165,7 +163,9 @@ def downstream_texts(checkpoint: Checkpoint) -> dict[str, str]:
         "pad_token_id": generation.pad_token_id,
         **generation.sampling,
     }
-    texts["generation_config.json"] = _json({key: value for key, value in defaults.items() if value is not None})
+    texts["generation_config.json"] = _json(
+        {key: value for key, value in defaults.items() if value is not None}
+    )
     return texts
 
 

@@ -77,8 +77,7 @@ def stamp(
     values: dict[ir.Value | None, ir.Value | None] = {None: None}
     values.update(zip(fragment.inputs, inputs, strict=True))
     for value, name in fragment.weights.items():
-        assert value.shape is not None
-        values[value] = plan.use(builder, plan.name(prefix + name), [int(dim) for dim in value.shape])
+        values[value] = plan.use(builder, plan.name(prefix + name), dims(value))
     for value in fragment.constants:
         assert value.const_value is not None
         values[value] = builder.const_tensor(value.const_value.numpy())
@@ -86,7 +85,9 @@ def stamp(
         mapped = [values[value] for value in node.inputs]
         if node.domain == "tfmx":
             weight = mapped[1].name if len(mapped) > 1 and mapped[1] is not None else None
-            outputs = lowering.lower(node, mapped, weight_is_column=weight is not None and plan.is_column(weight))
+            outputs = lowering.lower(
+                node, mapped, weight_is_column=weight is not None and plan.is_column(weight)
+            )
         else:
             attributes = {name: attribute.value for name, attribute in node.attributes.items()}
             outputs = builder.ops(
@@ -143,6 +144,12 @@ def stitch_decoder(
     return builder.model()
 
 
+def dims(value: ir.Value) -> tuple[int, ...]:
+    """The shape of a value that has no named dimension."""
+    assert value.shape is not None
+    return value.shape.numpy()
+
+
 def graph_inputs(builder: Builder, kind: GraphKind, *, with_positions: bool) -> GraphInputs:
     length: int | str = "sequence_length" if kind == "prefill" else 1
     return GraphInputs(
@@ -160,7 +167,11 @@ def keep_input(builder: Builder) -> ir.Value:
 
 
 def _rotary(
-    builder: Builder, config: ModelConfig, fragments: DecoderFragments, lowering: PortableLowering, plan: WeightPlan
+    builder: Builder,
+    config: ModelConfig,
+    fragments: DecoderFragments,
+    lowering: PortableLowering,
+    plan: WeightPlan,
 ) -> list[ir.Value]:
     rotary = config.attention.rotary
     if rotary is None:

@@ -112,7 +112,8 @@ def _pieces(skeleton: Decoder, dtype: torch.dtype) -> list[_Piece]:
 
 def _trace_pieces(module: nn.Module, pieces: Sequence[_Piece]) -> dict[str, Fragment]:
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
-        rest, results = iter(arguments), []
+        rest = iter(arguments)
+        results: list[Tensor] = []
         for piece in pieces:
             result = piece.run(*itertools.islice(rest, len(piece.inputs)))
             results += [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
@@ -180,7 +181,9 @@ def cut(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], prefix: str = "
     graph = next(iter(reached)).graph
     assert graph is not None
     nodes = [node for node in graph if node in reached]
-    known = dict.fromkeys(value for node in nodes for value in node.inputs if value and value.const_value is not None)
+    known = dict.fromkeys(
+        value for node in nodes for value in node.inputs if value and value.const_value is not None
+    )
     weights = {value: str(value.name).removeprefix("module.") for value in known if _is_weight(value)}
     return Fragment(
         inputs=inputs,

@@ -13,7 +13,11 @@ import torch
 WEIGHTS_FILE = "weights.bin"
 ALIGNMENT = 4096  # a page, so that onnxruntime can map each tensor where it lies
 
-_TORCH_DTYPES = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16, ir.DataType.INT64: torch.int64}
+_TORCH_DTYPES = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.INT64: torch.int64,
+}
 
 
 def torch_dtype(dtype: ir.DataType) -> torch.dtype:
@@ -63,7 +67,7 @@ def write_weights(path: Path, tensors: Iterable[StoredTensor], progress: Callabl
             data = tensor.read().contiguous()
             assert tuple(data.shape) == tensor.shape, (tensor.name, data.shape, tensor.shape)
             assert data.dtype == torch_dtype(tensor.dtype), (tensor.name, data.dtype)
-            content = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
+            content = data.numpy().data.cast("B") if data.numel() else memoryview(b"")
             for part in (padding, content):
                 file.write(part)
                 digest.update(part)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import onnx
+
 from tfmx.runtime.ops import OPS, OPSETS
 
 DATA = Path(__file__).parent / "data" / "cuda_kernels.json"

@@ -29,7 +29,9 @@ class Folder:
     def __init__(self, path: Path, target: str) -> None:
         self.path, self.target = path, target
 
-    def edit(self, change: Callable[[onnx.ModelProto], None], graphs: tuple[str, ...] = ("prefill", "decode")) -> None:
+    def edit(
+        self, change: Callable[[onnx.ModelProto], None], graphs: tuple[str, ...] = ("prefill", "decode")
+    ) -> None:
         before = [(self.path / f"{kind}.onnx").read_bytes() for kind in graphs]
         for kind, content in zip(graphs, before, strict=True):
             model = onnx.ModelProto.FromString(content)
@@ -91,9 +93,17 @@ def scale_eps(factor: float) -> Callable[[Folder], None]:
     def plant(folder: Folder) -> None:
         def change(model: onnx.ModelProto) -> None:
             if folder.target == "ort":
-                set_attribute(nodes(model, "SkipSimplifiedLayerNormalization", "blocks.1")[0], "epsilon", lambda e: e * factor)
+                set_attribute(
+                    nodes(model, "SkipSimplifiedLayerNormalization", "blocks.1")[0],
+                    "epsilon",
+                    lambda e: e * factor,
+                )
                 return
-            add = next(n for n in nodes(model, "Add", "blocks.1") if np.ndim(v := value_of(model, n.input[1])) == 0 and v is not None)
+            add = next(
+                n
+                for n in nodes(model, "Add", "blocks.1")
+                if np.ndim(v := value_of(model, n.input[1])) == 0 and v is not None
+            )
             add.input[1] = constant(model, value_of(model, add.input[1]) * factor, np.float32)
 
         folder.edit(change)
@@ -160,7 +170,9 @@ def nudge(name: str, index: tuple[int, ...], by: float) -> Callable[[Folder], No
 
 
 def round_to_half(folder: Folder) -> None:
-    folder.weight("blocks.2.mlp.up.weight", lambda array: array.__setitem__(slice(None), array.astype(np.float16)))
+    folder.weight(
+        "blocks.2.mlp.up.weight", lambda array: array.__setitem__(slice(None), array.astype(np.float16))
+    )
 
 
 def swap_layers(folder: Folder) -> None:
@@ -198,7 +210,9 @@ def drop_mask(folder: Folder) -> None:
         first = next(n for n in model.graph.node if "attention_mask" in n.input and n.op_type != "Shape")
         shape = helper.make_node("Shape", ["attention_mask"], ["fault.shape"], name="fault.shape")
         one = helper.make_tensor("v", onnx.TensorProto.INT64, [1], [1])
-        ones = helper.make_node("ConstantOfShape", ["fault.shape"], ["fault.ones"], name="fault.ones", value=one)
+        ones = helper.make_node(
+            "ConstantOfShape", ["fault.shape"], ["fault.ones"], name="fault.ones", value=one
+        )
         insert_before(model, first, shape)
         insert_before(model, first, ones)
         for other in model.graph.node:
@@ -213,7 +227,9 @@ def move_window(by: int) -> Callable[[Folder], None]:
     def plant(folder: Folder) -> None:
         def change(model: onnx.ModelProto) -> None:
             if folder.target == "ort":
-                set_attribute(node(model, "blocks.1.GroupQueryAttention_0"), "local_window_size", lambda w: w + by)
+                set_attribute(
+                    node(model, "blocks.1.GroupQueryAttention_0"), "local_window_size", lambda w: w + by
+                )
                 return
             [less] = nodes(model, "Less")
             less.input[1] = constant(model, value_of(model, less.input[1]) + by)
@@ -234,7 +250,9 @@ def stale_row(folder: Folder) -> None:
         attention = node(model, "blocks.1.GroupQueryAttention_0")
         one = constant(model, [1], np.int32)
         less = helper.make_node("Sub", [attention.input[5], one], ["fault.lengths"], name="fault.lengths")
-        relu = helper.make_node("Max", ["fault.lengths", constant(model, [0], np.int32)], ["fault.kept"], name="fault.kept")
+        relu = helper.make_node(
+            "Max", ["fault.lengths", constant(model, [0], np.int32)], ["fault.kept"], name="fault.kept"
+        )
         insert_before(model, attention, less)
         insert_before(model, attention, relu)
         attention.input[5] = "fault.kept"
@@ -247,7 +265,9 @@ def forget_oldest(folder: Folder) -> None:
 
     def change(model: onnx.ModelProto) -> None:
         concat = next(n for n in nodes(model, "Concat", "blocks.1") if n.input[0] == "past_key_values.1.key")
-        doubled = helper.make_node("Mul", [concat.input[0], constant(model, 0.999, np.float32)], ["fault.past"], name="fault.past")
+        doubled = helper.make_node(
+            "Mul", [concat.input[0], constant(model, 0.999, np.float32)], ["fault.past"], name="fault.past"
+        )
         insert_before(model, concat, doubled)
         concat.input[0] = "fault.past"
 
@@ -335,7 +355,9 @@ FAULTS = [
     Fault("epsilon ten times too small", BOTH, scale_eps(0.1)),
     Fault("rotary theta 1 % off", BOTH, rotary_theta),
     Fault("attention scale 1 % off", BOTH, scale_scores),
-    Fault("key heads swapped", BOTH, swap_columns("blocks.1.attention.qkv.weight", slice(64, 80), slice(80, 96))),
+    Fault(
+        "key heads swapped", BOTH, swap_columns("blocks.1.attention.qkv.weight", slice(64, 80), slice(80, 96))
+    ),
     Fault("heads swapped before the output projection", BOTH, swap_head_rows),
     Fault("gate and up swapped", BOTH, swap_columns("blocks.1.mlp.up.weight", slice(0, 96), slice(96, 192))),
     Fault("two tokens' vectors swapped", BOTH, swap_columns("embed.weight", slice(7, 8), slice(9, 10))),

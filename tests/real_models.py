@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
 from tfmx.tfm_model.gguf_tokenizer import tokenizer_json
 
 PYPI, NPM = "https://pypi.org/simple/", "https://registry.npmjs.org/"

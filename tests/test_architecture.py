@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 import tfmx
 
 ROOT = Path(__file__).parent.parent

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_bundle import list_files, write_bundle, write_manifest
+
 from tfmx import InputError, TfmxError
 from tfmx.runtime.bundle import (
     Bundle,
@@ -23,7 +25,6 @@ from tfmx.runtime.bundle import (
     StateInfo,
     file_info,
 )
-from tiny_bundle import list_files, write_bundle, write_manifest
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,12 @@ import threading
 import time
 
 import pytest
+from tiny_bundle import CHAT_TEMPLATE, IM_END, IM_START, tiny_tokenizer
+
 from tfmx import InputError
 from tfmx.runtime import chat
 from tfmx.runtime.chat import ChatTemplate, ChatTemplateError
 from tfmx.runtime.tokenizer import PromptError, Tokenizer
-from tiny_bundle import CHAT_TEMPLATE, IM_END, IM_START, tiny_tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -19,6 +19,7 @@ from command_line import (
     program_without,
     tfmx,
 )
+
 from tfmx import InputError, TfmxError
 from tfmx.cli import doctor
 from tfmx.runtime.sampling import SamplingError

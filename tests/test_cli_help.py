@@ -14,8 +14,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # when it is run as a program
 
-import tfmx as package
 from command_line import program, tfmx
+
+import tfmx as package
 from tfmx.cli.entry import COMMANDS
 
 HELP = Path(__file__).parent / "data" / "help.txt"

@@ -16,6 +16,7 @@ import torch
 from cuda_coverage import FACTS, cpu_by_design, device_reads, missing_cuda_kernels
 from make_cuda_kernels import read_rows, read_signature, read_types, read_versions
 from onnx import TensorProto, helper
+
 from tfmx.export.source import stored_tensors
 from tfmx.export.stitch import GraphKind, Target, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder

@@ -14,7 +14,8 @@ FAR = 1e-10  # float64: what reordered sums may differ by
 def empty_state(decoder: Decoder, batch: int) -> list[torch.Tensor]:
     dims = {"batch_size": batch, "past_sequence_length": 0}
     return [
-        torch.zeros([dims.get(d, d) for d in state.shape], dtype=torch.float64) for state in decoder.state_spec()
+        torch.zeros([dims.get(d, d) for d in state.shape], dtype=torch.float64)
+        for state in decoder.state_spec()
     ]
 
 

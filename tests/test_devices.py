@@ -7,8 +7,10 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
-import tfmx
 from onnx import helper
+from tiny_bundle import write_bundle
+
+import tfmx
 from tfmx import InputError, TfmxError
 from tfmx.runtime import devices
 from tfmx.runtime.bundle import Bundle
@@ -21,7 +23,6 @@ from tfmx.runtime.devices import (
     choose_device,
     cuda_problem,
 )
-from tiny_bundle import write_bundle
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from real_models import cache_folder
-from tfmx.runtime.devices import cuda_problem
 from tiny_bundle import write_bundle
+
+from tfmx.runtime.devices import cuda_problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

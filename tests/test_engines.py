@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_bundle import CONTEXT, reference_greedy, reference_logits, tiny_weights, write_bundle
+
 from tfmx.runtime import append_engine, capacity_engine, device_buffer
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import ContextFullError, Graphs, open_engine
-from tiny_bundle import CONTEXT, reference_greedy, reference_logits, tiny_weights, write_bundle
 
 CLOSE = {"fp32": 3e-5, "fp16": 0.12}  # logits reach 20; float16 has 11 bits, two layers add up
 ROWS = [[5, 9, 17, 3, 22], [7, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]

@@ -48,7 +48,9 @@ def test_every_opset_passes_the_gate(target: str, opset: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ["plain", "biases and query/key norm", "layer norm without bias, geglu", "soft-caps and scales"])
+@pytest.mark.parametrize(
+    "name", ["plain", "biases and query/key norm", "layer norm without bias, geglu", "soft-caps and scales"]
+)
 def test_half_precision_passes_the_gate(name: str, target: str, tmp_path: Path) -> None:
     assert export(name, tmp_path / "bundle", target, dtype="fp16").passed
     manifest = Bundle.open(tmp_path / "bundle").manifest

@@ -6,12 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-import tfmx
-from tfmx import InputError
-from tfmx.runtime.bundle import Bundle
-from tfmx.runtime.generate import NumericsError
-from tfmx.runtime.sampling import SamplingError, SamplingOptions
-from tfmx.runtime.tokenizer import PromptError
 from tiny_bundle import (
     BOS,
     CONTEXT,
@@ -26,6 +20,13 @@ from tiny_bundle import (
     write_bundle,
     write_manifest,
 )
+
+import tfmx
+from tfmx import InputError
+from tfmx.runtime.bundle import Bundle
+from tfmx.runtime.generate import NumericsError
+from tfmx.runtime.sampling import SamplingError, SamplingOptions
+from tfmx.runtime.tokenizer import PromptError
 
 FREE = SamplingOptions(ignore_eos=True)
 WEIGHTS = tiny_weights()

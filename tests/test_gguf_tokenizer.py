@@ -10,13 +10,14 @@ from itertools import pairwise
 
 import pytest
 import real_models
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.tokenization_utils_base import generate_merges
+
 from tfmx.tfm_model.checkpoint import CheckpointError
 from tfmx.tfm_model.config import ConfigError
 from tfmx.tfm_model.gguf_header import read_header
 from tfmx.tfm_model.gguf_split import SPLITS
 from tfmx.tfm_model.gguf_tokenizer import Vocabulary, merges_of, read_vocabulary, token_ids, tokenizer_json
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers.tokenization_utils_base import generate_merges
 
 TEXTS = [
     "",
@@ -318,6 +319,11 @@ def test_a_tokenizer_that_cannot_be_rebuilt_is_refused(values, words):
 def test_a_merge_of_unknown_tokens_is_refused():
     with pytest.raises(CheckpointError, match="here: the tokenizer is not a tokenizer that can be loaded"):
         tokenizer_json(made(model="gpt2", pre="gpt-2", tokens=["a", "b"], merges=["a c"]), "here")
+
+
+def test_a_merge_may_begin_with_a_space():
+    metadata = made(model="llama", tokens=["<unk>", " ", "b", " b"], merges=["  b"], add_bos_token=False)
+    assert json.loads(tokenizer_json(metadata, "here"))["model"]["merges"] == [[" ", "b"]]
 
 
 def test_empty_tokens_get_a_name():

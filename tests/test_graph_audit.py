@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tiny_bundle import tiny_model, tiny_weights
+
 from tfmx.runtime.bundle import BundleError, GraphInfo
 from tfmx.runtime.graph_audit import audit_graph
 from tfmx.runtime.ops import OPS
-from tiny_bundle import tiny_model, tiny_weights
 
 WEIGHTS = tiny_weights()
 OFFSETS = dict(zip(WEIGHTS, np.cumsum([0, *(a.nbytes for a in WEIGHTS.values())]).tolist(), strict=False))

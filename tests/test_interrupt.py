@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tfmx.runtime.interrupt import run_interruptible
 
 LIMIT = 0.25  # seconds from the signal to the exception

@@ -12,8 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import tfmx
 from tiny_bundle import write_bundle
+
+import tfmx
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

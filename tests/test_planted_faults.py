@@ -42,7 +42,11 @@ def test_the_untouched_export_passes(target: str, gate: Gate, exports: dict[str,
 
 @pytest.mark.parametrize(
     ("fault", "target"),
-    [pytest.param(fault, target, id=f"{fault.name}, {target}") for fault in FAULTS for target in fault.targets],
+    [
+        pytest.param(fault, target, id=f"{fault.name}, {target}")
+        for fault in FAULTS
+        for target in fault.targets
+    ],
 )
 def test_a_planted_fault_is_caught(
     fault, target: str, gate: Gate, exports: dict[str, Path], tmp_path: Path

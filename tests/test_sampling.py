@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from tfmx import InputError
 from tfmx.runtime.sampling import NoTokenError, SamplingError, SamplingOptions, fresh_seed, make_sampler
 

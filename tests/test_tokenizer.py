@@ -6,12 +6,13 @@ import json
 import random
 
 import pytest
-from tfmx.runtime.bundle import BundleError
-from tfmx.runtime.detokenizer import Detokenizer, StopTexts
-from tfmx.runtime.tokenizer import PromptError, Tokenizer
 from tiny_bundle import BOS, IM_END, IM_START, tiny_tokenizer
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
+
+from tfmx.runtime.bundle import BundleError
+from tfmx.runtime.detokenizer import Detokenizer, StopTexts
+from tfmx.runtime.tokenizer import PromptError, Tokenizer
 
 TEXTS = [
     "Hello, world!",

@@ -55,7 +55,11 @@ def check_against(model: PreTrainedModel, bundle: Path, prompt: list[int], n_gre
     model = model.float().eval()
     with torch.no_grad():
         greedy = model.generate(
-            torch.tensor([prompt]), max_new_tokens=n_greedy, min_new_tokens=n_greedy, do_sample=False, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=n_greedy,
+            min_new_tokens=n_greedy,
+            do_sample=False,
+            pad_token_id=0,
         )[0].tolist()
         ids = torch.tensor([greedy])
         plain = model(ids).logits[0].double()
@@ -131,7 +135,9 @@ def test_smollm2_agrees_with_transformers(target: str, tmp_path: Path) -> None:
     export(str(gguf), tmp_path / "bundle", options)
     with tfmx.load(tmp_path / "bundle") as model:
         ids = model.chat_ids([{"role": "user", "content": "What is the capital of France?"}])
-        answer = "".join(step.text for step in model.chat([{"role": "user", "content": "What is the capital of France?"}]))
+        answer = "".join(
+            step.text for step in model.chat([{"role": "user", "content": "What is the capital of France?"}])
+        )
     assert answer == "The capital of France is Paris."
     theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     check_against(theirs, tmp_path / "bundle", ids)

@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
 from tfmx.runtime.bundle import (
     FileInfo,
     GenerationInfo,
@@ -25,7 +27,6 @@ from tfmx.runtime.bundle import (
     TensorInfo,
     file_info,
 )
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 Flavour = Literal["append", "capacity"]
 VOCAB, HIDDEN, LAYERS, H, H_KV, D, FF, CONTEXT = 320, 32, 2, 4, 2, 16, 48, 96

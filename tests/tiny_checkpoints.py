@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import (
@@ -20,6 +21,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tfmx.tfm_model.checkpoint import CheckpointError
+from tfmx.tfm_model.source import open_checkpoint
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -53,6 +57,16 @@ def save_tiny(folder: Path, family: str, *, shard: str = "5GB", **overrides: obj
 def change_config(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused(source: Path) -> str:
+    """The line with which a source is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(str(source))
+    message = str(caught.value)
+    assert message.isprintable(), "one line, and nothing that a terminal obeys"
+    assert len(message) < 700
+    return message
 
 
 GGUF_PARTS = {

@@ -27,7 +27,11 @@ def _count(name: str, value: int, most: int = 2**31 - 1) -> None:
 
 
 def _positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (math.isfinite(value) and value > 0)
+    ):
         raise ConfigError(f"{name} is {value!r}, wanted a finite number above 0")
 
 
@@ -75,7 +79,9 @@ class RotaryScaling:
                 f"high_freq_factor ({self.high_freq_factor})"
             )
         if self.kind == "dynamic" and self.factor < 1:
-            raise ConfigError(f"rotary.scaling.factor is {self.factor}, wanted at least 1 for dynamic scaling")
+            raise ConfigError(
+                f"rotary.scaling.factor is {self.factor}, wanted at least 1 for dynamic scaling"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +163,9 @@ class ModelConfig:
     norm: NormConfig
     attention: AttentionConfig
     mlp: MlpConfig
-    windows: tuple[int | None, ...] = ()  # per layer: how many positions back it sees, itself included; () = all
+    windows: tuple[
+        int | None, ...
+    ] = ()  # per layer: how many positions back it sees, itself included; () = all
     tied_head: bool = False  # the head is the embedding, transposed
     head_bias: bool = False
     logit_softcap: float | None = None
@@ -169,7 +177,9 @@ class ModelConfig:
         _count("n_layers", self.n_layers, 10_000)
         _count("context", self.context)
         if self.windows and len(self.windows) != self.n_layers:
-            raise ConfigError(f"windows has {len(self.windows)} entries, wanted one for each of {self.n_layers} layers")
+            raise ConfigError(
+                f"windows has {len(self.windows)} entries, wanted one for each of {self.n_layers} layers"
+            )
         for window in self.windows:
             if window is not None:
                 _count("window", window)

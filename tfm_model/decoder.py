@@ -66,7 +66,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         act = ops.gated_activation if self.config.gated else ops.activation
-        return self.down(act(self.up(x), self.config.activation))
+        y: Tensor = self.down(act(self.up(x), self.config.activation))
+        return y
 
 
 class Block(nn.Module):

@@ -27,11 +27,17 @@ from .rotary import turn
 
 HIDDEN_SCORE = -1e30  # finite, so that a row that sees nothing (a pad) gives numbers, not NaN
 
-_Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float]]
+_Attributes = dict[
+    str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]
+]
 
 
-def _node(name: str, inputs: Sequence[Tensor | None], attributes: _Attributes, like: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.onnx.ops.symbolic(f"tfmx::{name}", inputs, attributes, dtype=like.dtype, shape=shape, version=1)
+def _node(
+    name: str, inputs: Sequence[Tensor | None], attributes: _Attributes, like: Tensor, shape: Sequence[int]
+) -> Tensor:
+    return torch.onnx.ops.symbolic(
+        f"tfmx::{name}", inputs, attributes, dtype=like.dtype, shape=shape, version=1
+    )
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def attention(
         )
         return y, key, value
 
-    q, k, v = (part.unflatten(-1, (-1, D)) for part in qkv.split((H * D, H_kv * D, H_kv * D), dim=-1))
+    q, k, v = (part.reshape(B, T, -1, D) for part in torch.split(qkv, [H * D, H_kv * D, H_kv * D], dim=-1))
     if q_norm is not None and k_norm is not None and config.qk_norm is not None:
         q, k = norm(q, q_norm, None, config.qk_norm), norm(k, k_norm, None, config.qk_norm)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, H_kv, T, D)
@@ -117,7 +123,7 @@ def attention(
     value = torch.cat((past_value, v), dim=2)
 
     wide = torch.promote_types(q.dtype, torch.float32)
-    q = q.unflatten(1, (H_kv, -1))  # (B, H_kv, H/H_kv, T, D)
+    q = q.reshape(B, H_kv, -1, T, D)  # (B, H_kv, H/H_kv, T, D)
     scores = (q @ key[:, :, None].transpose(-1, -2)).to(wide) * config.score_scale
     if config.softcap is not None:
         scores = config.softcap * torch.tanh(scores / config.softcap)
@@ -133,7 +139,9 @@ def visible(attention_mask: Tensor, position_ids: Tensor, window: int | None) ->
     columns = torch.arange(total, device=attention_mask.device)
     seen = attention_mask.bool()[:, None, :] & (columns[None, None, :] <= columns[None, total - T :, None])
     if window is not None:
-        key_positions = attention_mask.cumsum(1) - 1  # a column's position is the number of real ones before it
+        key_positions = (
+            attention_mask.cumsum(1) - 1
+        )  # a column's position is the number of real ones before it
         seen = seen & (position_ids[:, :, None] - key_positions[:, None, :] < window)
     return seen
 

@@ -38,9 +38,13 @@ def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
 def _yarn(plain: Tensor, config: RotaryConfig, scaling: RotaryScaling) -> Tensor:
     """Like llama3, but the blend is linear in the dimension's index (Peng et al. 2023)."""
 
-    def index_of(rotations: float) -> float:  # the (real) pair index that turns so often over the original context
+    def index_of(
+        rotations: float,
+    ) -> float:  # the (real) pair index that turns so often over the original context
         return (
-            config.dim * math.log(scaling.original_context / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+            config.dim
+            * math.log(scaling.original_context / (rotations * 2 * math.pi))
+            / (2 * math.log(config.theta))
         )
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
@@ -68,7 +72,9 @@ def dynamic_rotary(config: RotaryConfig, position_ids: Tensor, dtype: torch.dtyp
     scaling = config.scaling
     assert scaling is not None
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    length = (position_ids.amax(dim=1, keepdim=True) + 1).clamp(min=scaling.original_context).to(working)  # (B, 1)
+    length = (
+        (position_ids.amax(dim=1, keepdim=True) + 1).clamp(min=scaling.original_context).to(working)
+    )  # (B, 1)
     stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
     theta = config.theta * stretch ** (config.dim / (config.dim - 2))
     exponents = torch.arange(0, config.dim, 2, dtype=working, device=position_ids.device) / config.dim

@@ -1,0 +1,202 @@
+"""`tfmx export`: what it prints, and every source, option and place that it refuses."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+
+import pytest
+import torch
+from command_line import PROGRAM, Done, bundle, checkpoint, exported, tfmx
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import change_config
+
+from tfmx.export import pipeline
+from tfmx.export.parity import CaseParity, Parity
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkpoint to spoil."""
+    return shutil.copytree(checkpoint(), tmp_path / "source")
+
+
+def test_it_says_what_was_made():
+    folder, done = exported()
+    assert done.err == ""
+    first, *files, verified, worst = done.out.splitlines()
+    assert first.startswith(f"{folder}: ort, fp32, opset 18, context 128, made in ")
+    words = [line.split() for line in files]
+    assert {line[0] for line in words} == {path.name for path in folder.iterdir()} - {"manifest.json"} | {
+        "total"
+    }
+    assert [line[-1] for line in words if line[0].endswith(".onnx")] == ["nodes", "nodes"]
+    assert verified.startswith("verified against PyTorch: ")
+    assert verified.endswith("cases pass")
+    assert "times PyTorch's own rounding error (4 allowed), in '" in worst
+
+
+@pytest.mark.slow
+def test_what_is_not_verified_is_called_so(source, tmp_path):
+    done = tfmx(
+        "export", source, "-o", tmp_path / "a bundle", "--no-verify", "--target", "portable", "--dtype", "fp16",
+        "--opset", "20", "--max-context", "64",
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    *_, said, command = done.out.splitlines()
+    assert "portable, fp16, opset 20, context 64" in done.out
+    assert said.startswith("not verified (--no-verify)")
+    assert command == f"  tfmx verify '{tmp_path}/a bundle' --against {source}"
+    tfmx("verify", tmp_path / "a bundle").fails(1, "exported with --no-verify")
+
+
+def refused(code, source, *arguments, parts, out):
+    tfmx("export", source, "-o", out, *arguments).fails(code, *parts)
+    assert not (out / "manifest.json").exists()
+    assert [path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--opset", "16"], ["--opset is 16", "17 to 24"]),
+        (["--opset", "25"], ["--opset is 25", "17 to 24"]),
+        (["--max-context", "129"], ["--max-context is 129", "128 positions"]),
+        (["--max-context", "0"], ["--max-context is 0"]),
+        (["--max-context", "-5"], ["--max-context is -5"]),
+    ],
+)
+def test_an_impossible_option_is_one_line(arguments, parts, tmp_path):
+    refused(2, checkpoint(), *arguments, parts=parts, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model_type": "mamba9"}, ["mamba9"]),
+        ({"model_type": None}, ["model_type"]),
+        ({"rms_norm_eps": float("nan")}, ["eps", "nan"]),
+        ({"rms_norm_eps": 0}, ["eps"]),
+        ({"num_key_value_heads": 3}, ["3"]),
+        ({"hidden_size": 65}, ["65"]),
+        ({"num_hidden_layers": 4}, ["layers.3"]),
+        ({"num_hidden_layers": 2}, ["layers.2"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ["theta"]),
+    ],
+)
+def test_a_config_that_cannot_be_right_is_one_line(changes, parts, source, tmp_path):
+    change_config(source, **changes)
+    refused(2, source, parts=parts, out=tmp_path / "out")
+
+
+def change_tensors(source, change):
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, source / "model.safetensors")
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_that_is_not_finite_is_one_line_that_names_it(value, source, tmp_path):
+    change_tensors(source, lambda tensors: tensors[NORM].fill_(value))
+    refused(2, source, parts=[NORM, "not finite"], out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop(NORM),
+        lambda tensors: tensors.update({NORM: torch.ones(63)}),
+    ],
+    ids=["missing", "misshaped"],
+)
+def test_a_wrong_tensor_is_one_line_that_names_it(change, source, tmp_path):
+    change_tensors(source, change)
+    refused(2, source, parts=[NORM], out=tmp_path / "out")
+
+
+def test_an_extra_tensor_is_one_line_that_names_it(source, tmp_path):
+    change_tensors(source, lambda tensors: tensors.update({"model.extra": torch.ones(2)}))
+    refused(2, source, parts=["model.extra"], out=tmp_path / "out")
+
+
+def test_sources_that_are_none_are_one_line(tmp_path):
+    out = tmp_path / "out"
+    refused(2, tmp_path / "none", parts=["there is no file or folder", "none"], out=out)
+    (tmp_path / "empty").mkdir()
+    refused(2, tmp_path / "empty", parts=["no config.json"], out=out)
+    (tmp_path / "model.bin").touch()
+    refused(2, tmp_path / "model.bin", parts=["pickle", "safetensors"], out=out)
+    (tmp_path / "model.txt").write_text("hello")
+    refused(2, tmp_path / "model.txt", parts=["no GGUF file"], out=out)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    refused(2, tmp_path / "model.gguf", parts=["model.gguf"], out=out)
+    refused(2, f"{tmp_path}/none.py:build", parts=["none.py is not a file"], out=out)
+    (tmp_path / "mine.py").write_text("def make(): ...\nraise RuntimeError('no')")
+    refused(2, f"{tmp_path}/mine.py:build", parts=["running", "mine.py failed", "RuntimeError: no"], out=out)
+    (tmp_path / "other.py").write_text("def make(): ...")
+    refused(2, f"{tmp_path}/other.py:build", parts=["no function 'build'", "make"], out=out)
+    refused(2, f"{tmp_path}/other.py:make", parts=["NoneType", "vocab_size"], out=out)
+
+
+def test_a_place_that_is_taken_is_one_line(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    refused(2, checkpoint(), parts=["photos", "not a tfmx bundle"], out=tmp_path / "photos")
+    assert (tmp_path / "photos" / "cat.jpg").exists()
+    (tmp_path / "file").touch()
+    tfmx("export", checkpoint(), "-o", tmp_path / "file").fails(2, "is not a folder")
+    tfmx("export", checkpoint(), "-o", tmp_path / "file" / "out").fails(1, "cannot write to")
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_old_bundle_as_it_was(tmp_path):
+    """A limit on the size of files stands for the disk."""
+    out = shutil.copytree(bundle(), tmp_path / "out")
+    before = (out / "manifest.json").read_bytes()
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    done = subprocess.run(
+        [*PROGRAM, "export", str(checkpoint()), "-o", str(out), "--no-verify"],
+        capture_output=True, text=True, check=False, preexec_fn=limit,
+    )  # fmt: skip
+    Done(done.returncode, done.stdout, done.stderr).fails(1, "cannot write the bundle", "nothing was changed")
+    assert (out / "manifest.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_failed_parity_is_one_line_and_publishes_nothing(tmp_path, monkeypatch):
+    case = CaseParity("odd past", 0.5, 1e-6, 0.0, 1.0, 0.1, 0.25, 0.01)
+    monkeypatch.setattr(pipeline, "run_gate", lambda *_: Parity((case,), {}))
+    done = tfmx("export", checkpoint(), "-o", tmp_path / "out")
+    done.fails(1, "parity failed in 1 of 1 cases", "'odd past'", "0.5", "budget 1e-06")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_litter(tmp_path):
+    process = subprocess.Popen(
+        [*PROGRAM, "export", str(checkpoint()), "-o", str(tmp_path / "out")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while process.poll() is None and not list(tmp_path.iterdir()):  # it has begun to write
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_is_silent_in_a_pipe():
+    assert exported()[1].err == ""
+    assert json.loads((exported()[0] / "manifest.json").read_text())["parity"]["passed"] is True
