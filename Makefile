@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 QUESTION ?= What is the capital of France?
 BUNDLE ?= .demo/smollm2
 # How one chat turn is asked for on the command line.
-ASK = $(BIN)/tfmx run $(BUNDLE) --as-chat "$(QUESTION)"
+ASK = $(BIN)/tfmx run $(BUNDLE) --chat "$(QUESTION)"
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed

@@ -38,9 +38,10 @@ class Printer:
         """Follow the steps to the end; `answer` has those that came, also when Ctrl-C ends it."""
         with closing(cast("Generator[Step]", steps)):
             for step in steps:
+                answer.steps.append(step)  # first: whatever was shown is part of the answer
                 if not self.as_json:
-                    write(step.text if self.has_text else f"{',' if answer.steps else ''}{step.token_id}")
-                answer.steps.append(step)
+                    comma = "," if len(answer.steps) > 1 else ""
+                    write(step.text if self.has_text else f"{comma}{step.token_id}")
         if self.as_json:
             write_line(json.dumps(self.json(answer), allow_nan=False))  # ASCII: whole in every encoding
         else:

@@ -50,6 +50,7 @@ def debug_option(command: Decorated) -> Decorated:
     def switch_on(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
         if value:
             ctx.find_object(Settings).debug = True  # type: ignore[union-attr]
+            warnings.simplefilter("default")
 
     option = click.option(
         "--debug",
@@ -85,7 +86,7 @@ def run_guarded(command: click.Command, arguments: Sequence[str]) -> int:
 
 def _run(command: click.Command, arguments: Sequence[str], settings: Settings) -> int:
     with warnings.catch_warnings():
-        if not (settings.debug or sys.warnoptions):
+        if not sys.warnoptions:
             warnings.simplefilter("ignore")  # those of libraries, which a user can do nothing about
         try:
             with command.make_context("tfmx", list(arguments), obj=settings) as ctx:

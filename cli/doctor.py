@@ -29,8 +29,9 @@ _FLAGS = (
 @debug_option
 def command() -> None:
     """Show what is installed, whether CUDA can be used and why not, and the machine."""
-    _section("versions", [("tfmx", __version__), ("python", platform.python_version()), *_versions(_RUNTIME)])
-    _section("for export", _export_rows())
+    write_line(f"tfmx {__version__}, Python {platform.python_version()}")
+    _section("to run", _versions(_RUNTIME))
+    _section("to export", _export_rows())
     with Bars() as progress:
         progress.stage("asking onnxruntime", 1)
         devices = _device_rows()
@@ -39,6 +40,7 @@ def command() -> None:
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    write_line()
     write_line(title)
     write_table(rows)
 

@@ -53,7 +53,8 @@ def _show_bundle(bundle: Bundle) -> None:
     write_line(str(bundle.path))
     write_table(
         [
-            ("format", f"{manifest.format}, written by tfmx {manifest.tfmx} ({tools})"),
+            ("format", f"{manifest.format}, written by tfmx {manifest.tfmx}"),
+            ("tools", tools or "unknown"),
             *zip(
                 (f"source ({manifest.source.kind})", *[""] * len(sources)),
                 sources or ["no files"],

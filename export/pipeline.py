@@ -28,6 +28,7 @@ from ..runtime.bundle import (
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
+from .select_graph import select_graph
 from .source import Graphs, Source, open_source
 from .stitch import Target
 from .weights import WEIGHTS_FILE, link_weights, write_weights
@@ -77,6 +78,7 @@ def export_model(
     progress = progress or Silent()
     with published(out) as folder:
         graphs = model.graphs(options.target, options.opset, progress)
+        graphs.models["select"] = select_graph(model.vocab_size, options.opset)
         files = write_files(folder, graphs, model, progress)
         parity = None
         if options.verify:

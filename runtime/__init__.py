@@ -6,6 +6,7 @@ exporter and `tfmx inspect` too. onnxruntime is imported when the first session 
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,27 @@ from typing import TYPE_CHECKING
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 if TYPE_CHECKING:
+    from .bundle import Bundle as Bundle
+    from .generate import Statistics as Statistics
+    from .generate import Step as Step
     from .model import Model as Model
+    from .model import Result as Result
     from .model import load as load
+    from .sampling import SamplingOptions as SamplingOptions
 
-__all__ = ["Model", "load"]
+_HOMES = {
+    "Bundle": "bundle",
+    "Model": "model",
+    "Result": "model",
+    "SamplingOptions": "sampling",
+    "Statistics": "generate",
+    "Step": "generate",
+    "load": "model",
+}
+__all__ = ["Bundle", "Model", "Result", "SamplingOptions", "Statistics", "Step", "load"]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        from . import model
-
-        return getattr(model, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

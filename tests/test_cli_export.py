@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import signal
 import subprocess
@@ -161,13 +160,10 @@ def test_a_full_disk_leaves_the_old_bundle_as_it_was(tmp_path):
     out = shutil.copytree(bundle(), tmp_path / "out")
     before = (out / "manifest.json").read_bytes()
 
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
+    line = "ulimit -f 100; trap '' XFSZ; exec \"$@\""
     done = subprocess.run(
-        [*PROGRAM, "export", str(checkpoint()), "-o", str(out), "--no-verify"],
-        capture_output=True, text=True, check=False, preexec_fn=limit,
+        ["bash", "-c", line, "-", *PROGRAM, "export", str(checkpoint()), "-o", str(out), "--no-verify"],
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     Done(done.returncode, done.stdout, done.stderr).fails(1, "cannot write the bundle", "nothing was changed")
     assert (out / "manifest.json").read_bytes() == before

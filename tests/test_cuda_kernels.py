@@ -17,6 +17,7 @@ from cuda_coverage import FACTS, cpu_by_design, device_reads, missing_cuda_kerne
 from make_cuda_kernels import read_rows, read_signature, read_types, read_versions
 from onnx import TensorProto, helper
 
+from tfmx.export.select_graph import select_graph
 from tfmx.export.source import stored_tensors
 from tfmx.export.stitch import GraphKind, Target, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder
@@ -256,3 +257,8 @@ def test_the_table_is_read_row_by_row():
         ("com.microsoft", "Gelu", [1, 1], {"T": ["float"]}),
     ]
     assert read_signature(rows[1].parameters) == {"inputs": ["T", "tensor(int64)"], "outputs": ["T1"]}
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_the_select_graph_has_cuda_kernels(opset: int) -> None:
+    assert missing_cuda_kernels(ir.to_proto(select_graph(97, opset))) == []

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import onnx
 import pytest
-from tiny_bundle import CONTEXT, reference_greedy, reference_logits, tiny_weights, write_bundle
+from onnx import helper, numpy_helper
+from tiny_bundle import (
+    CONTEXT,
+    list_files,
+    reference_greedy,
+    reference_logits,
+    tiny_weights,
+    write_bundle,
+    write_manifest,
+)
 
 from tfmx.runtime import append_engine, capacity_engine, device_buffer
-from tfmx.runtime.bundle import Bundle
+from tfmx.runtime.bundle import Bundle, GraphInfo, StateInfo, TensorInfo
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import ContextFullError, Graphs, open_engine
 
@@ -234,6 +246,80 @@ def test_memory_on_a_device_behaves_the_same(capacity_graphs, weights, monkeypat
         rows[1].append(token + 50)
     for found, row in zip(logits.numpy(), rows, strict=True):
         assert_close(found, last(weights, row))
+
+
+# --- recurrent states ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recurrent(tmp_path):
+    """Logits of a running sum of embeddings: a state of constant size."""
+    folder, weights = tmp_path / "recurrent", tiny_weights()
+    manifest = write_bundle(folder, "append")
+    state = StateInfo(
+        past="past_state",
+        present="present_state",
+        dtype="float32",
+        shape=("batch_size", 32),
+        growth="constant",
+    )
+    graphs = {}
+    for role in ("prefill", "decode"):
+        T = 1 if role == "decode" else "sequence_length"
+        inputs = [("input_ids", "int64", ("batch_size", T)), ("past_state", "float32", ("batch_size", 32))]
+        outputs = [
+            ("logits", "float32", ("batch_size", 1, 320)),
+            ("present_state", "float32", ("batch_size", 32)),
+        ]
+        types = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}
+        nodes = [
+            helper.make_node("Gather", ["embed", "input_ids"], ["x"]),
+            helper.make_node("ReduceSum", ["x", "one"], ["sum"], keepdims=0),
+            helper.make_node("Add", ["past_state", "sum"], ["present_state"]),
+            helper.make_node("Unsqueeze", ["present_state", "one"], ["y"]),
+            helper.make_node("MatMul", ["y", "head"], ["logits"]),
+        ]
+        constants = {"embed": weights["embed"], "head": weights["head"], "one": np.asarray([1], np.int64)}
+        graph = helper.make_graph(
+            nodes,
+            role,
+            *(
+                [helper.make_tensor_value_info(n, types[t], s) for n, t, s in side]
+                for side in (inputs, outputs)
+            ),
+            [numpy_helper.from_array(array, name) for name, array in constants.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+        (folder / f"{role}.onnx").write_bytes(model.SerializeToString())
+        sides = [
+            tuple(TensorInfo(name=n, dtype=t, shape=s) for n, t, s in side) for side in (inputs, outputs)
+        ]
+        graphs[role] = GraphInfo(file=f"{role}.onnx", inputs=sides[0], outputs=sides[1])
+    write_manifest(folder, replace(manifest, graphs=graphs, state=(state,), files=list_files(folder)))
+    return folder
+
+
+def test_a_recurrent_state_is_carried_from_run_to_run(recurrent, weights, monkeypatch):
+    monkeypatch.setattr(append_engine, "CHUNK", 2)
+    engine = open_engine(Graphs(Bundle.open(recurrent), CPU, threads=1), 2, 16)
+    engine.prefill([[1, 2, 3], [4, 5, 6]])
+    engine.decode([7, 8])
+    engine.keep([1])
+    found = engine.prefill([[9, 10, 11]]).numpy()[0]
+    assert_close(found, weights["embed"][[4, 5, 6, 8, 9, 10, 11]].sum(0) @ weights["head"])
+    assert not engine.can_trim
+
+
+def test_a_chat_that_cannot_be_trimmed_starts_anew(recurrent):
+    """A recurrent state cannot forget: only a history that continues it is reused."""
+    import tfmx
+
+    model = tfmx.load(recurrent, threads=1)
+    hi, ho = ([{"role": "user", "content": text}] for text in ("Hi", "Ho"))
+    first = [step.token_id for step in model.chat(hi, max_new_tokens=5)]
+    other = list(model.chat(ho, max_new_tokens=5))
+    assert other[0].statistics.cached_tokens == 0
+    assert [step.token_id for step in model.chat(hi, max_new_tokens=5)] == first
 
 
 # --- float16, and choosing on the device -----------------------------------------------------------------

@@ -159,6 +159,18 @@ def test_streamed_text_never_holds_half_a_character(model):
     assert steps[-1].text == "\ufffd" * 4  # at the end what is unfinished is shown
 
 
+def test_a_continued_text_keeps_its_space(tmp_path):
+    """SentencePiece's first token loses its space when decoded alone; here it continues the prompt."""
+    from test_tokenizer import sentencepiece_tokenizer
+
+    raw = sentencepiece_tokenizer()
+    write_bundle(tmp_path / "b", "append", extra_files={"tokenizer.json": raw.to_str().encode()})
+    model = tfmx.load(tmp_path / "b", threads=1)
+    bias = {raw.token_to_id("▁hello"): 1e4}
+    steps = list(model.generate("hello", SamplingOptions(logit_bias=bias), max_new_tokens=2))
+    assert [step.text for step in steps] == [" hello", " hello"]
+
+
 def test_generation_ends_at_the_context(model):
     steps = list(model.generate([5] * (CONTEXT - 3), FREE))
     assert len(steps) == 3
@@ -230,12 +242,12 @@ def test_a_chat_turn_continues_the_rendered_prompt(model):
 def test_the_next_turn_reuses_the_cache_and_gives_the_same(model):
     messages = [{"role": "user", "content": "Hi"}]
     list(model.chat(messages, SamplingOptions(logit_bias={bytes_path("o")[0]: 1e4}), max_new_tokens=4))
-    messages += [{"role": "assistant", "content": "ooo"}, {"role": "user", "content": "Go"}]
+    messages += [{"role": "assistant", "content": "oooo"}, {"role": "user", "content": "Go"}]
     steps = list(model.chat(messages, FREE, max_new_tokens=6))
     prompt = model.chat_ids(messages)
     assert ids_of(steps) == reference_greedy(WEIGHTS, prompt, 6)
     first = len(model.chat_ids(messages[:1]))
-    assert steps[0].statistics.cached_tokens == first + 3
+    assert steps[0].statistics.cached_tokens == first + 3  # the last token of an answer was never fed
     other = list(model.chat([{"role": "user", "content": "Ho"}], FREE, max_new_tokens=6))
     assert 0 < other[0].statistics.cached_tokens < first
     assert ids_of(other) == reference_greedy(WEIGHTS, model.chat_ids([{"role": "user", "content": "Ho"}]), 6)
@@ -252,11 +264,14 @@ def test_the_same_chat_again_gives_the_same(model):
 
 def test_a_chat_left_early_and_two_chats_at_once_stay_right(model):
     hi, ho = ([{"role": "user", "content": text}] for text in ("Hi", "Ho"))
-    left = model.chat(hi, FREE, max_new_tokens=30)
-    next(left)
-    next(left)
+    list(model.chat(hi, FREE, max_new_tokens=3))
+    left = model.chat(hi, FREE, max_new_tokens=12)  # continues the cache of the chat before
+    begun = [next(left), next(left)]
     inner = ids_of(model.chat(ho, FREE, max_new_tokens=5))
     assert inner == reference_greedy(WEIGHTS, model.chat_ids(ho), 5)
+    assert ids_of([*begun, *left]) == reference_greedy(WEIGHTS, model.chat_ids(hi), 12)
+    left = model.chat(hi, FREE, max_new_tokens=30)
+    next(left)
     left.close()
     assert ids_of(model.chat(hi, FREE, max_new_tokens=5)) == reference_greedy(WEIGHTS, model.chat_ids(hi), 5)
 
@@ -310,7 +325,7 @@ def test_options_are_checked_at_the_call(model):
         model.generate([1], SamplingOptions(stop_token_ids=(VOCAB,)))
     with pytest.raises(SamplingError, match="max_new_tokens is 0"):
         model.generate([1], max_new_tokens=0)
-    with pytest.raises(InputError, match=r"^threads is 0; it must be 1 or more$"):
+    with pytest.raises(InputError, match=r"^threads is 0; it must be 1 to 1024$"):
         tfmx.load(model.bundle.path, threads=0)
 
 

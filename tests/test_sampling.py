@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from tfmx import InputError
-from tfmx.runtime.sampling import NoTokenError, SamplingError, SamplingOptions, fresh_seed, make_sampler
+from tfmx.runtime.sampling import (
+    NoTokenError,
+    SamplingError,
+    SamplingOptions,
+    _possible,
+    fresh_seed,
+    make_sampler,
+)
 
 LOGITS = np.log(np.asarray([0.4, 0.3, 0.15, 0.1, 0.04, 0.01], np.float32))
 
@@ -63,6 +70,7 @@ def test_min_p_is_relative_to_the_most_likely():
 def test_top_p_counts_after_top_k():
     """Of the best two, 0.57 and 0.43, the first alone reaches 0.5; of all it would not."""
     assert draws(SamplingOptions(temperature=1.0, top_k=2, top_p=0.5)).keys() == {0}
+    assert draws(SamplingOptions(temperature=1.0, top_k=2, top_p=0.6)).keys() == {0, 1}
     assert draws(SamplingOptions(temperature=1.0, top_p=0.5)).keys() == {0, 1}
 
 
@@ -92,6 +100,8 @@ def test_presence_and_frequency_count_the_answer_only():
         1,
         0,
     ]  # 1.3 < 1.4; then 1.3 > 0.7, and only once
+    both = SamplingOptions(presence_penalty=5.0, repetition_penalty=1.0001)
+    assert make_sampler(both, [0], 0)(logits).token_id == 0  # the prompt's tokens count for repetition alone
     choose = make_sampler(SamplingOptions(frequency_penalty=0.35), (), 0)
     assert [choose(logits).token_id for _ in range(4)] == [0, 0, 1, 0]  # 2, 1.65, (1.3 < 1.4), 1.3 > 1.05
 
@@ -130,6 +140,8 @@ def test_rounding_never_picks_a_banned_token(monkeypatch):
         bias = dict.fromkeys((i for i in range(2000) if i not in {3, 700}), -math.inf)
         sampler = make_sampler(SamplingOptions(temperature=1.0, logit_bias=bias, **options), (), 0)
         assert sampler(np.zeros(2000, np.float32)).token_id == 700
+    weights = np.asarray([0.0, 0.5, 0.0, 0.0])
+    assert [_possible(weights, place) for place in (0, 1, 2, 9)] == [1, 1, 1, 1]
 
 
 def test_a_seed_gives_the_same_tokens_again_and_others_give_others():

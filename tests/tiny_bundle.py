@@ -1,6 +1,6 @@
 """A real two-layer decoder as a bundle, in both flavours, with the same computation in plain numpy.
 
-Llama-like: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied head. "append" is written with
+Llama-like: RMSNorm, rotary positions, grouped-query attention, SwiGLU. "append" is written with
 standard operators and a growing cache, "capacity" with GroupQueryAttention and a cache of fixed capacity.
 """
 
@@ -52,15 +52,15 @@ def tiny_weights(seed: int = 0) -> dict[str, np.ndarray]:
         weights |= {
             f"{i}.norm1": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
             f"{i}.qkv": matrix(HIDDEN, (H + 2 * H_KV) * D),
-            f"{i}.out": matrix(H * D, HIDDEN),
+            f"{i}.out": matrix(H * D, HIDDEN) * 2,
             f"{i}.norm2": rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32),
             f"{i}.gate": matrix(HIDDEN, FF),
             f"{i}.up": matrix(HIDDEN, FF),
-            f"{i}.down": matrix(FF, HIDDEN),
+            f"{i}.down": matrix(FF, HIDDEN) * 2,
         }
     angles = np.outer(np.arange(CONTEXT), THETA ** (-np.arange(0, D, 2) / D))  # (C, D/2)
     weights["cos"], weights["sin"] = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    weights["head"] = np.ascontiguousarray(weights["embed"].T) / np.float32(np.sqrt(HIDDEN)) * 4
+    weights["head"] = matrix(HIDDEN, VOCAB) * 4  # not tied: a tied random model only repeats its last token
     return weights
 
 

@@ -99,6 +99,8 @@ def _as_huggingface(path: Path, header: GgufHeader) -> dict[str, object]:
     divisors = tensors.get(_DIVISORS)
     n_heads, width = _same_in_all_layers(own, "attention.head_count"), whole(own, "embedding_length")
     head_dim = whole(own, "attention.key_length", width // n_heads)
+    if whole(own, "attention.value_length", width // n_heads) != head_dim:
+        raise ConfigError("attention.key_length and attention.value_length differ, which is not supported")
     return {
         "architectures": [_CLASSES[family]],
         "model_type": family,
@@ -134,8 +136,6 @@ def _refuse_unsupported(own: Values) -> None:
     for key, accepted in _ONLY.items():
         if key in own and own[key] not in accepted:
             raise ConfigError(f"{key} is {shown(own[key])}, which is not supported")
-    if own.get("attention.key_length") != own.get("attention.value_length"):
-        raise ConfigError("attention.key_length and attention.value_length differ, which is not supported")
 
 
 def _same_in_all_layers(own: Values, key: str, missing: int | None = None) -> int:

@@ -1,0 +1,78 @@
+"""Sessions: what onnxruntime refuses becomes one line, and long use does not grow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from tiny_bundle import list_files, tiny_weights, write_bundle, write_manifest
+
+import tfmx
+from tfmx import TfmxError
+from tfmx.runtime.bundle import Bundle
+from tfmx.runtime.devices import Device
+from tfmx.runtime.engine import Graphs, open_engine
+from tfmx.runtime.sampling import SamplingOptions
+from tfmx.runtime.session import SessionError
+
+CPU = Device("cpu", "test")
+
+
+def test_a_graph_that_onnxruntime_refuses_is_one_line(tmp_path, capfd):
+    """It passes the audit, but its parts do not fit together."""
+    folder = tmp_path / "b"
+    manifest = write_bundle(folder, "append")
+    model = onnx.load(folder / "prefill.onnx", load_external_data=False)
+    product = next(node for node in model.graph.node if node.op_type == "MatMul")
+    product.input[1] = "no such tensor"
+    (folder / "prefill.onnx").write_bytes(model.SerializeToString())
+    write_manifest(folder, replace(manifest, files=list_files(folder)))
+    with pytest.raises(SessionError, match=r"^onnxruntime cannot load prefill\.onnx: ") as caught:
+        tfmx.load(folder)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, TfmxError)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_that_fails_is_one_line_and_the_session_goes_on(tmp_path, capfd):
+    write_bundle(tmp_path / "b", "capacity")
+    graphs = Graphs(Bundle.open(tmp_path / "b"), CPU, threads=1)
+    engine = open_engine(graphs, 1, 16)
+    with pytest.raises(SessionError, match=r"^onnxruntime failed in prefill\.onnx: .*Gather") as caught:
+        engine.prefill([[9999]])
+    assert "\n" not in str(caught.value)
+    assert np.isfinite(engine.prefill([[5, 9]]).numpy()).all()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_session_serves_a_single_sequence(tmp_path):
+    write_bundle(tmp_path / "b", "capacity")
+    graphs = Graphs(Bundle.open(tmp_path / "b"), CPU, threads=1)
+    assert graphs.decoder(1) is graphs.prefill
+    assert graphs.decoder(2) is graphs.decoder(3) is not graphs.prefill
+    separate = Graphs(Bundle.open(tmp_path / "b"), CPU, threads=1, lean=False)
+    assert separate.decoder(1) is separate.decoder(2) is not separate.prefill
+
+
+def private_memory() -> int:
+    with Path("/proc/self/status").open(encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))  # KiB
+
+
+@pytest.mark.parametrize("flavour", ["append", "capacity"])
+def test_many_answers_do_not_grow_the_process(flavour, tmp_path):
+    write_bundle(tmp_path / "b", flavour, weights=tiny_weights())
+    model = tfmx.load(tmp_path / "b", threads=1)
+    free = SamplingOptions(ignore_eos=True)
+
+    def answer(count: int) -> None:
+        for number in range(count):
+            list(model.generate([number % 320, 5, 9], free, max_new_tokens=60))
+
+    answer(10)
+    before = private_memory()
+    answer(40)
+    assert private_memory() - before < 4096
