@@ -30,7 +30,9 @@ def test_the_example_exports_and_generates_what_pytorch_does(target: str, dtype:
         assert tokens == greedy_in_torch([1, 2, 3], 64)
     size = (tmp_path / "bundle" / "weights.bin").stat().st_size
     parameters = sum(p.numel() for p in example().parameters())
-    assert size < parameters * (4 if dtype == "fp32" else 2) + 64 * 4096  # both graphs and the head share them
+    assert (
+        size < parameters * (4 if dtype == "fp32" else 2) + 64 * 4096
+    )  # both graphs and the head share them
 
 
 def example() -> torch.nn.Module:
@@ -47,7 +49,9 @@ def greedy_in_torch(ids: list[int], count: int) -> list[int]:
         for step in range(count):
             past = state[0].shape[2]
             positions = torch.arange(past, past + new.shape[1])[None]
-            logits, state = module(new, torch.ones(1, past + new.shape[1], dtype=torch.int64), positions, state)
+            logits, state = module(
+                new, torch.ones(1, past + new.shape[1], dtype=torch.int64), positions, state
+            )
             answer.append(int(logits[0, -1].argmax()))
             new = torch.tensor([[answer[step]]])
     return answer
@@ -98,13 +102,15 @@ def test_a_recurrent_state_of_constant_size_exports_and_runs(tmp_path: Path) -> 
         assert len(list(model.generate([1, 2], max_new_tokens=5))) == 5
 
 
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (("vocab_size = 11", "pass"), "has no vocab_size"),
         (("def state_spec", "def other"), "has no state_spec"),
-        (("    return Toy()", "    raise OSError('no checkpoint')"), "build in .* failed: OSError: no checkpoint"),
+        (
+            ("    return Toy()", "    raise OSError('no checkpoint')"),
+            "build in .* failed: OSError: no checkpoint",
+        ),
         (("def build", "def make"), "has no function 'build'; it has"),
         (("import torch\n", "import a_missing_package\n"), "running .* failed: ModuleNotFoundError"),
         (('("batch_size", 11)', '(11, "batch_size")'), "wanted batch_size first"),
@@ -121,7 +127,9 @@ def test_a_module_off_the_protocol_is_refused_in_one_line(change, message: str, 
 
 
 def test_a_module_that_torch_cannot_trace_is_an_error_in_one_line(tmp_path: Path) -> None:
-    text = TOY.replace("        real =", "        if input_ids.sum() > 5: input_ids = input_ids * 1\n        real =")
+    text = TOY.replace(
+        "        real =", "        if input_ids.sum() > 5: input_ids = input_ids * 1\n        real ="
+    )
     with pytest.raises(TfmxError, match="torch could not trace the module's prefill: ") as caught:
         export(write(tmp_path, text), tmp_path / "bundle", ExportOptions())
     assert "\n" not in str(caught.value)

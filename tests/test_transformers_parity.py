@@ -88,9 +88,11 @@ def test_a_family_agrees_with_transformers(name: str, target: str, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_checkpoints_agree_with_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "whole", "llama").to(dtype)
-    model.save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "whole", "llama").to(dtype).save_pretrained(tmp_path / "model")
     export(str(tmp_path / "model"), tmp_path / "bundle", ExportOptions())
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32
+    )  # .to() rounds its rotary
     check_against(model, tmp_path / "bundle", [5, 17, 3, 80])
 
 
