@@ -69,19 +69,31 @@ def run_guarded(command: click.Command, arguments: Sequence[str]) -> int:
         _never_fail_to_encode()
         code = _run(command, arguments, settings)
         _flush_stdout()
-    except KeyboardInterrupt:
-        if sys.stderr is not None and sys.stderr.isatty():
-            say("")  # the shell's prompt begins on a line of its own
-        code = INTERRUPTED
     except BrokenPipeError:
         code = BROKEN_PIPE
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (the boundary; SystemExit: a user's own module)
-        if settings.debug:
-            traceback.print_exc()
-        line, code = explain(error)
-        say(f"tfmx: error: {line}")
+    except BaseException as error:  # noqa: BLE001 (the boundary; also SystemExit, from a user's own module)
+        code = _report(error, settings)
     _abandon_stdout()
     return code
+
+
+def _report(error: BaseException, settings: Settings) -> int:
+    if _is_interrupt(error):
+        if sys.stderr is not None and sys.stderr.isatty():
+            say("")  # the shell's prompt begins on a line of its own
+        return INTERRUPTED
+    if settings.debug:
+        traceback.print_exception(error)
+    line, code = explain(error)
+    say(f"tfmx: error: {line}")
+    return code
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Also behind another error: Ctrl-C while onnxruntime is imported comes as its ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _run(command: click.Command, arguments: Sequence[str], settings: Settings) -> int:

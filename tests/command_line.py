@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,16 @@ def program_without(package: str, *arguments: object) -> Done:
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def sigint_as_usual() -> Iterator[None]:
+    """Programs started here heed Ctrl-C, also when the tests run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # --- things to run it on ---------------------------------------------------------------------------------

@@ -87,6 +87,13 @@ def test_ctrl_c_is_quiet(monkeypatch):
     assert failing(monkeypatch, KeyboardInterrupt()) == Done(130, "", "")
 
 
+def test_ctrl_c_behind_another_error_is_quiet(monkeypatch):
+    error = TfmxError("onnxruntime cannot be imported")
+    error.__cause__ = ImportError("initialization failed")
+    error.__cause__.__cause__ = KeyboardInterrupt()
+    assert failing(monkeypatch, error) == Done(130, "", "")
+
+
 def test_warnings_of_libraries_are_not_shown(monkeypatch):
     import warnings
 

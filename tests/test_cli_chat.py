@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import ENDLESS, PROGRAM, bundle, copied, long_bundle, tfmx, without
+from command_line import ENDLESS, PROGRAM, bundle, copied, long_bundle, sigint_as_usual, tfmx, without
 
 import tfmx as package
 
@@ -161,10 +161,11 @@ class Terminal:
     def __init__(self, *arguments: object) -> None:
         self.control, side = pty.openpty()
         self.before = termios.tcgetattr(self.control)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _TAKE_TERMINAL, *PROGRAM, *map(str, arguments)],
-            stdin=side, stdout=side, stderr=side, start_new_session=True, env=os.environ | {"TERM": "xterm"},
-        )  # fmt: skip
+        with sigint_as_usual():
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _TAKE_TERMINAL, *PROGRAM, *map(str, arguments)],
+                stdin=side, stdout=side, stderr=side, start_new_session=True, env=os.environ | {"TERM": "xterm"},
+            )  # fmt: skip
         os.close(side)
         self.seen = ""
 
@@ -291,16 +292,17 @@ def test_ctrl_c_at_any_moment_is_quiet(delay):
         while time.monotonic() < end:
             there.read(0.01)
         there.send(CTRL_C)
-        assert there.wait() == 130
+        assert there.wait() == 130, there.seen
         assert "Traceback" not in there.seen
         assert there.seen.count("\x1b[?25l") == there.seen.count("\x1b[?25h")  # the cursor is back
 
 
 def test_a_signal_in_a_pipe_ends_a_chat_too():
-    process = subprocess.Popen(
-        [*PROGRAM, "run", str(long_bundle()), "--chat", *ENDLESS],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    with sigint_as_usual():
+        process = subprocess.Popen(
+            [*PROGRAM, "run", str(long_bundle()), "--chat", *ENDLESS],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
     process.stdin.write(b"Talk\nMore\n")
     process.stdin.flush()
     assert process.stdout.read(5) == b"uuuuu"

@@ -6,10 +6,11 @@ import json
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 import torch
-from command_line import PROGRAM, Done, bundle, checkpoint, exported, tfmx
+from command_line import PROGRAM, Done, bundle, checkpoint, exported, sigint_as_usual, tfmx
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config
 
@@ -181,12 +182,13 @@ def test_failed_parity_is_one_line_and_publishes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_litter(tmp_path):
-    process = subprocess.Popen(
-        [*PROGRAM, "export", str(checkpoint()), "-o", str(tmp_path / "out")],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    while process.poll() is None and not list(tmp_path.iterdir()):  # it has begun to write
-        pass
+    with sigint_as_usual():
+        process = subprocess.Popen(
+            [*PROGRAM, "export", str(checkpoint()), "-o", str(tmp_path / "out")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    while process.poll() is None and not list(tmp_path.iterdir()):
+        time.sleep(0.01)  # until it has begun to write
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"")
