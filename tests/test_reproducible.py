@@ -42,5 +42,6 @@ def test_no_file_names_the_machine(tmp_path: Path) -> None:
     save_tiny(tmp_path / "a-telling-name", "llama")
     export(str(tmp_path / "a-telling-name"), tmp_path / "bundle", ExportOptions())
     for name, content in contents(tmp_path / "bundle").items():
-        for secret in ("a-telling-name", str(tmp_path), os.uname().nodename, "/root", "/home"):
-            assert secret.encode() not in content, (name, secret)
+        for secret in ("a-telling-name", str(tmp_path), os.uname().nodename, str(Path.home()) + "/"):
+            if len(secret) > 4:  # a host named "vm" is in any megabyte of weights
+                assert secret.encode() not in content, (name, secret)

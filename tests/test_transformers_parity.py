@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 
 def check_against(model: PreTrainedModel, bundle: Path, prompt: list[int], n_greedy: int = 64) -> None:
     """All logits of a text by the rule, then greedy tokens one by one."""
-    model = model.float().eval()
+    assert model.dtype == torch.float32
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         greedy = model.generate(
