@@ -43,6 +43,7 @@ class Case:
     past_mask: Ids  # (B, P): the cache that the first run finds
     runs: tuple[Run, ...]
     spare: int = 0  # slots of garbage behind the cache, where the target has a buffer with room
+    columns_only: bool = False  # not for caches by slots: there, several tokens after a past are one row's
     is_golden: bool = False  # kept in the bundle, for checks without PyTorch
 
 
@@ -59,11 +60,14 @@ def parity_cases(vocab_size: int, context: int, longest: int) -> list[Case]:
         make("past of 1", [4], past=[1]),
         make("odd past", [6], past=[13], spare=5),
         make("one token after a past", [1], past=[9]),
-        make("near the limit", [8], past=[max(longest - 9, 0)], decode=1),
+        make(f"near the limit: {longest} of {context} positions", [8], past=[max(longest - 9, 0)], decode=1),
         make("prefill in chunks", [13], chunks=[5, 1, 7]),
         make("prefill and 16 steps", [6], decode=steps, spare=steps),
         make("ragged batch and 16 steps", [2, 9, 5], padding="left", decode=steps, spare=steps + 3),
         make("ragged batch, padded right, and 3 steps", [8, 4], padding="right", decode=3, spare=4),
+        make(
+            "ragged chunks after a ragged past", [7, 3, 5], past=[5, 12, 1], chunks=[4, 3], columns_only=True
+        ),
         make("decode from nothing", [0, 0], decode=3, spare=4),
         make("decode after a ragged past", [0, 0, 0], past=[5, 12, 1], decode=3, spare=3),
         make("golden: one prompt", [12], decode=2, spare=8, is_golden=True),
@@ -92,9 +96,10 @@ class _Maker:
         decode: int = 0,
         spare: int = 0,
         keep: int = 0,
+        columns_only: bool = False,
         is_golden: bool = False,
     ) -> Case:
-        past = past or [0] * len(rows)
+        past = [min(count, self.context - 2) for count in past or [0] * len(rows)]
         rows, decode = self._fitted(rows, past, decode)
         past_mask = _padded(past, max(past), "left")
         mask = np.concatenate([past_mask, _padded(rows, max(rows), padding)], axis=1)
@@ -104,15 +109,14 @@ class _Maker:
         runs = [replace(run, keep=keep) for run in self._runs("prefill", ids, mask, P, widths)]
         mask = np.concatenate([mask, np.ones((len(rows), decode), np.int64)], axis=1)
         runs += self._runs("decode", ids[:, T:], mask, P + T, [1] * decode)
-        return Case(
-            name, past_mask, tuple(runs), max(min(spare, self.context - P - T - decode), 0), is_golden
-        )
+        spare = max(min(spare, self.context - P - T - decode), 0)
+        return Case(name, past_mask, tuple(runs), spare, columns_only, is_golden)
 
     def _fitted(self, rows: Sequence[int], past: Sequence[int], decode: int) -> tuple[list[int], int]:
         """Shortened where the model's context is smaller than the case."""
         room = self.context - max(past)
         rows = [min(row, max(room - min(decode, 1), 1)) if row else 0 for row in rows]
-        return rows, min(decode, room - max(rows))
+        return rows, max(min(decode, room - max(rows)), 0)
 
     def _runs(self, graph: GraphKind, ids: Ids, mask: Ids, past: int, widths: Sequence[int]) -> Iterator[Run]:
         positions = np.cumsum(mask, axis=1) - 1

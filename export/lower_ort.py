@@ -38,8 +38,11 @@ class OrtLowering(PortableLowering):
         b = self.b
         if self.is_decode:
             return self.n_past
-        columns = b.weight("columns", ir.DataType.INT64, [self.max_context])
-        return b.op("Add", self.n_past, b.slice(columns, b.const([0]), self.length, 0))
+        columns = b.slice(self.columns(), b.const([0]), self.length, 0)
+        last = b.op("Max", b.op("Sub", self.n_real, b.const(1)), b.const(0))
+        return b.op(
+            "Add", self.n_past, b.op("Min", columns, last)
+        )  # pads lie behind: none is past the last token
 
     def select(self, x: ir.Value, keep: ir.Value) -> ir.Value:
         slots = super().select(self.slots, keep)
@@ -62,13 +65,17 @@ class OrtLowering(PortableLowering):
         return b.op("ReduceSum", b.slice(mask, b.const([0]), end, 1), b.const([1]), keepdims=1)
 
     @cached_property
+    def n_real(self) -> ir.Value:
+        """Real ones among the new tokens, (B, 1)."""
+        return self.b.op("ReduceSum", self.new_mask, self.b.const([1]), keepdims=1)
+
+    @cached_property
     def slots(self) -> ir.Value:
         """Where each new token goes among its row's new tokens: the real ones first, in their order, (B, T)."""
         b, mask = self.b, self.new_mask
         one, axis = b.const(1), b.const(1)
-        n_real = b.op("ReduceSum", mask, b.const([1]), keepdims=1)
         real = b.op("Sub", b.op("CumSum", mask, axis), one)
-        pads = b.op("Sub", b.op("Add", n_real, b.op("CumSum", b.op("Sub", one, mask), axis)), one)
+        pads = b.op("Sub", b.op("Add", self.n_real, b.op("CumSum", b.op("Sub", one, mask), axis)), one)
         return b.op("Where", b.op("Equal", mask, one), real, pads)
 
     @cached_property
@@ -131,13 +138,12 @@ class OrtLowering(PortableLowering):
             **({"local_window_size": node.window} if node.window else {}),
         )
 
-    def turn(self, x: ir.Value, cos: ir.Value, sin: ir.Value, node: AttentionNode) -> ir.Value:
-        return x if self._turns_itself(node) else super().turn(x, cos, sin, node)
+    def turn(self, x: ir.Value, node: AttentionNode) -> ir.Value:
+        return x if self._turns_itself(node) else super().turn(x, node)
 
     def _turns_itself(self, node: AttentionNode) -> bool:
         """Its own rotary wants a table, a head of 16 n dimensions, and 16 n of them turning."""
-        is_table = node.cos is not None and node.cos.name in self.b.weights
-        return is_table and node.head_dim % 16 == 0 and node.rotary_dim % 16 == 0
+        return node.has_table and node.head_dim % 16 == 0 and node.rotary_dim % 16 == 0
 
 
 class OrtModuleLowering(OrtLowering):

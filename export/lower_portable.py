@@ -17,6 +17,7 @@ from ..tfm_model.ops import HIDDEN_SCORE
 from .builder import Builder
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+COLUMNS = "tfmx.columns"  # 0, 1, 2, ...: a table in the weights file
 END = 2**63 - 1  # as far as a Slice goes
 
 
@@ -38,6 +39,7 @@ class AttentionNode:
     past_value: ir.Value
     cos: ir.Value | None
     sin: ir.Value | None
+    has_table: bool  # cos and sin are tables (context, R/2), not rows for each token
     q_norm: ir.Value | None
     k_norm: ir.Value | None
     n_heads: int
@@ -54,12 +56,14 @@ class AttentionNode:
     def parse(cls, node: ir.Node, inputs: Sequence[ir.Value | None]) -> AttentionNode:
         qkv, past_key, past_value, _mask, _positions, *optional = inputs
         cos, sin, q_norm, k_norm = [*optional, None, None, None, None][:4]
+        traced_cos = node.inputs[5] if len(node.inputs) > 5 else None
         return cls(
             qkv=_given(qkv),
             past_key=_given(past_key),
             past_value=_given(past_value),
             cos=cos,
             sin=sin,
+            has_table=traced_cos is not None and traced_cos.shape is not None and len(traced_cos.shape) == 2,
             q_norm=q_norm,
             k_norm=k_norm,
             **{name: attribute.value for name, attribute in node.attributes.items()},
@@ -104,7 +108,10 @@ class PortableLowering:
         if node.op_type == "Embedding":
             return [self.embedding(x, _given(rest[0]), weight_is_column)]
         if node.op_type == "Linear":
-            return [self.linear(x, _given(rest[0]), rest[1] if len(rest) > 1 else None)]
+            weight = _given(rest[0])
+            if not weight_is_column:  # computed, or read by others as it is
+                weight = self.b.op("Transpose", weight, perm=[1, 0])
+            return [self.linear(x, weight, rest[1] if len(rest) > 1 else None)]
         if node.op_type == "Norm":
             bias = rest[1] if len(rest) > 1 else None
             return [self.norm(x, _given(rest[0]), bias, attributes["kind"], attributes["eps"])]
@@ -192,20 +199,19 @@ class PortableLowering:
         if node.q_norm is not None and node.k_norm is not None:
             q = self.norm(q, node.q_norm, None, node.qk_norm_kind, node.qk_norm_eps)
             k = self.norm(k, node.k_norm, None, node.qk_norm_kind, node.qk_norm_eps)
-        if node.cos is not None and node.sin is not None:
-            cos, sin = self.rotary_rows(node.cos), self.rotary_rows(node.sin)
-            q, k = self.turn(q, cos, sin, node), self.turn(k, cos, sin, node)
+        if node.rotary_dim:
+            q, k = self.turn(q, node), self.turn(k, node)
         return [q, k, v]
 
-    def rotary_rows(self, table: ir.Value) -> ir.Value:
+    def rotary_rows(self, values: ir.Value, *, is_table: bool) -> ir.Value:
         """cos or sin of each new token, (B, T, 1, R/2), looked up once for all layers."""
-        if table not in self._rotary_rows:
-            is_table = table.name in self.b.weights  # or else it was computed for each token
-            rows = self.b.op("Gather", table, self.position_ids(), axis=0) if is_table else table
-            self._rotary_rows[table] = self.b.op("Unsqueeze", rows, self.b.const([2]))
-        return self._rotary_rows[table]
+        if values not in self._rotary_rows:
+            rows = self.b.op("Gather", values, self.position_ids(), axis=0) if is_table else values
+            self._rotary_rows[values] = self.b.op("Unsqueeze", rows, self.b.const([2]))
+        return self._rotary_rows[values]
 
-    def turn(self, x: ir.Value, cos: ir.Value, sin: ir.Value, node: AttentionNode) -> ir.Value:
+    def turn(self, x: ir.Value, node: AttentionNode) -> ir.Value:
+        cos, sin = (self.rotary_rows(_given(v), is_table=node.has_table) for v in (node.cos, node.sin))
         b, half, still = self.b, node.rotary_dim // 2, node.head_dim - node.rotary_dim
         sizes = [half, half, still] if still else [half, half]
         first, second, *rest = b.ops("Split", x, b.const(sizes), n_outputs=len(sizes), axis=-1)
@@ -224,14 +230,16 @@ class PortableLowering:
             self._biases[window, group] = bias
         return self._biases[window, group]
 
+    def columns(self) -> ir.Value:
+        return self.b.weight(COLUMNS, INT64, [self.max_context])
+
     def visible(self, window: int) -> ir.Value:
         b, mask = self.b, self.inputs.attention_mask
         seen = b.op("Unsqueeze", b.op("Cast", mask, to=ir.DataType.BOOL), b.const([1, 2]))  # (B, 1, 1, P+T)
         if not self.is_decode:  # a single new token is the last column: it sees them all
             total, length = b.dim(mask, 1), b.dim(self.inputs.input_ids, 1)
             # Sliced from a table: computing them with Range is what some runtimes cannot do.
-            all_columns = b.weight("columns", INT64, [self.max_context])
-            columns = b.slice(all_columns, b.const([0]), total, 0)
+            columns = b.slice(self.columns(), b.const([0]), total, 0)
             rows = b.slice(columns, b.op("Sub", total, length), b.const([END]), 0)
             seen = b.op("And", seen, b.op("LessOrEqual", columns, b.op("Unsqueeze", rows, b.const([1]))))
         if window:

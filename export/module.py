@@ -6,11 +6,12 @@ whole, twice: with any number of tokens, and with one. The protocol is in tfm_mo
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import copy
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,8 +27,8 @@ from ..tfm_model.checkpoint import GenerationDefaults
 from ..tfm_model.protocol import ExportableModule
 from ..tfm_model.state import StateSpec
 from .builder import Builder
-from .lower_ort import OrtModuleLowering, fuse_skip_norms
-from .lower_portable import FLOAT, PortableLowering
+from .lower_ort import OrtModuleLowering
+from .lower_portable import COLUMNS, FLOAT, PortableLowering
 from .progress import Progress
 from .reference import ModuleReference, Reference
 from .source import KINDS, Graphs, SourceKind, stored_tensors
@@ -63,8 +64,7 @@ class ModuleSource:
         file, _, self._factory_name = source.rpartition(":")
         self._file = Path(file)
         self._dtype = dtype
-        self._factory = _load_factory(self._file, self._factory_name)
-        module = self._module()
+        self._built = module = self._build()
         self.spec = _checked_spec(module, source)
         self.vocab_size, self.max_context = module.vocab_size, module.max_context
         if max_context is not None and max_context != self.max_context:
@@ -88,15 +88,26 @@ class ModuleSource:
         return ModuleReference(self._module, torch_dtype(self._dtype))
 
     def _module(self) -> ExportableModule:
+        return copy.deepcopy(self._built)  # conversions are done in place
+
+    def _build(self) -> ExportableModule:
         torch.manual_seed(0)  # a factory that draws its weights gives the same ones each time
-        try:
-            module: Any = self._factory()
-        except Exception as error:
-            raise ModuleError(f"{self._factory_name} in {self._file} failed: {_first_line(error)}") from error
+        with _import_path(self._file.resolve().parent):
+            factory = _load_factory(self._file, self._factory_name)
+            try:
+                module: Any = factory()
+            except Exception as error:
+                what = f"{self._factory_name} in {self._file}"
+                raise ModuleError(f"{what} failed: {_first_line(error)}") from error
         for name in ("vocab_size", "max_context", "state_spec"):
             if not hasattr(module, name):
                 raise ModuleError(
                     f"{type(module).__name__} from {self._file} has no {name}; see tfmx.tfm_model.protocol"
+                )
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.is_complex():
+                raise ModuleError(
+                    f"{name} is complex, which ONNX has no ops for; keep cos and sin as two real buffers"
                 )
         checked: ExportableModule = module
         return checked
@@ -107,11 +118,12 @@ class ModuleSource:
         progress.stage("tracing", len(KINDS))
         module = self._module().to(torch_dtype(self._dtype)).eval()
         plan = _ModulePlan(self._dtype)
-        models: dict[GraphKind, ir.Model] = {}
+        fragments: dict[GraphKind, Fragment] = {}
         for kind in KINDS:
-            fragment = _trace_module(module, kind, self.spec, torch_dtype(self._dtype), opset)
-            models[kind] = self._stitch(kind, fragment, target, opset, plan)
+            traced = _trace_module(module, kind, self.spec, torch_dtype(self._dtype), opset)
+            fragments[kind] = plan.adopt(traced)
             progress.advance()
+        models = {kind: self._stitch(kind, fragments[kind], target, opset, plan) for kind in KINDS}
         return Graphs(models, stored_tensors(models.values(), plan.reader))
 
     def _stitch(
@@ -125,7 +137,7 @@ class ModuleSource:
         lowering = lowering_kind(builder, inputs, self._dtype, self.max_context, is_decode=kind == "decode")
         assert inputs.position_ids is not None
         given = [inputs.input_ids, inputs.attention_mask, inputs.position_ids, *pasts]
-        logits, *presents = stamp(plan.adopt(fragment), given, "", lowering, plan)
+        logits, *presents = stamp(fragment, given, "", lowering, plan)
         if self._dtype != FLOAT:
             logits = builder.op("Cast", logits, to=FLOAT)
         if keep is not None:
@@ -134,7 +146,6 @@ class ModuleSource:
         builder.output(logits, "logits", FLOAT, ["batch_size", length, self.vocab_size])
         for state, present in zip(self.spec, presents, strict=True):
             builder.output(present, state.present, self._dtype, present_shape(state.shape, "append"))
-        builder.nodes = fuse_skip_norms(builder.nodes, builder.outputs) if target == "ort" else builder.nodes
         return builder.model()
 
 
@@ -171,7 +182,7 @@ class _ModulePlan(WeightPlan):
 
     def reader(self, value: ir.Value) -> Callable[[], Tensor]:
         name = str(value.name)
-        if name == "columns":
+        if name == COLUMNS:
             [length] = dims(value)
             return lambda: torch.arange(length)
         tensor = self._tensors[name]
@@ -191,7 +202,16 @@ def _load_factory(file: Path, name: str) -> Callable[[], object]:
     return factory  # type: ignore[no-any-return]
 
 
-@functools.cache  # one import a process, as for any module
+@contextlib.contextmanager
+def _import_path(folder: Path) -> Iterator[None]:
+    """The file may import what lies beside it, as it could when run."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
 def _run_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"tfmx_source_{file.stem}", file)
     assert spec is not None
@@ -209,6 +229,13 @@ def _checked_spec(module: ExportableModule, source: str) -> StateSpec:
     spec = module.state_spec()
     for state in spec:
         grows = "past_sequence_length" in state.shape
+        unknown = [dim for dim in state.shape if isinstance(dim, str)]
+        unknown = [dim for dim in unknown if dim not in {"batch_size", "past_sequence_length"}]
+        if unknown:
+            raise ModuleError(
+                f"{source}: state {state.past} has the dimension {unknown[0]!r}; "
+                "only batch_size and past_sequence_length may be left open"
+            )
         if (
             state.shape[:1] != ("batch_size",)
             or state.growth == "capacity"
@@ -248,7 +275,24 @@ def _trace_module(
         graph = trace(module, run, [ids, mask, positions, *states], axes, opset)
     except Exception as error:
         raise TraceError(f"torch could not trace the module's {kind}: {_first_line(error)}") from error
-    return cut(graph.inputs, graph.outputs)
+    if len(graph.outputs) != 1 + len(spec):
+        raise ModuleError(
+            f"the module's forward returns {len(graph.outputs) - 1} state tensors, its state_spec has {len(spec)}"
+        )
+    fragment = cut(graph.inputs, graph.outputs)
+    _check_attention(fragment)
+    return fragment
+
+
+def _check_attention(fragment: Fragment) -> None:
+    """Targets derive masks and positions from the graph's inputs, so a module's own would be lost."""
+    for node in fragment.nodes:
+        if (node.domain, node.op_type) == ("tfmx", "Attention"):
+            for index, name in ((1, "attention_mask"), (2, "position_ids")):
+                if node.inputs[index + 2] is not fragment.inputs[index]:
+                    raise ModuleError(
+                        f"ops.attention must be given forward's own {name}, not one computed from it"
+                    )
 
 
 def _first_line(error: Exception) -> str:

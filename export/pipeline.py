@@ -25,6 +25,7 @@ from ..runtime.bundle import (
     StateInfo,
     TensorInfo,
 )
+from ..runtime.graph_audit import audit_graph
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
@@ -115,9 +116,9 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
     digest = write_weights(folder / WEIGHTS_FILE, graphs.tensors, progress.advance)
     files = {WEIGHTS_FILE: FileInfo(size=(folder / WEIGHTS_FILE).stat().st_size, sha256=digest)}
     for kind, graph in graphs.models.items():
-        files[f"{kind}.onnx"] = _write(
-            folder / f"{kind}.onnx", ir.to_proto(graph).SerializeToString(deterministic=True)
-        )
+        content = ir.to_proto(graph).SerializeToString(deterministic=True)
+        audit_graph(content, _graph_info(kind, graph), files[WEIGHTS_FILE].size)  # before onnxruntime sees it
+        files[f"{kind}.onnx"] = _write(folder / f"{kind}.onnx", content)
     for name, text in model.texts.items():
         files[name] = _write(folder / name, text.encode())
     return files

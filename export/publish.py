@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import shutil
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import InputError, TfmxError
-from ..runtime.bundle import MANIFEST
+from ..runtime.manifest import DIGEST_KEY, MANIFEST
 
 if sys.platform != "win32":
     import fcntl
@@ -49,12 +50,13 @@ def published(out: Path) -> Iterator[Path]:
     try:
         yield folder
         _flush(folder)
+        _check_target(out)  # files may have come while the export ran
         folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner may read
         _move_into_place(folder, out.absolute())
     except OSError as error:
-        raise PublishError(
-            f"cannot write the bundle {out}: {error.strerror or error}; nothing was changed"
-        ) from error
+        place = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
+        message = f"cannot write the bundle {out}: {error.strerror or error}{place}; nothing was changed"
+        raise PublishError(message) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # what is there now: a failed attempt, or the bundle before
         if lock is not None:
@@ -64,8 +66,20 @@ def published(out: Path) -> Iterator[Path]:
 def _check_target(out: Path) -> None:
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise TargetError(f"{out} exists and is not a folder; choose another -o")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+    if out.is_dir() and not _holds_only_a_bundle(out):
         raise TargetError(f"{out} holds files that are not a tfmx bundle; choose another -o or empty it")
+
+
+def _holds_only_a_bundle(out: Path) -> bool:
+    """Nothing but what an export of ours has listed (whole or damaged), or nothing at all."""
+    names = {path.name for path in out.iterdir()}
+    if not names:
+        return True
+    try:
+        manifest = json.loads((out / MANIFEST).read_bytes())
+        return DIGEST_KEY in manifest and names <= {MANIFEST, *manifest["files"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _prefix(name: str) -> str:
@@ -92,9 +106,12 @@ def _lock(folder: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.stat(folder)  # noqa: PTH116 - raises if it was removed between open and lock
-    except OSError:
+    except (BlockingIOError, FileNotFoundError):
         os.close(descriptor)
         return None
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        raise
     return descriptor
 
 
@@ -153,7 +170,11 @@ def _exchange(folder: Path, out: Path) -> None:
     # A kill in it is mended by the next export (see _remove_leftovers).
     before = folder.with_name(folder.name + _BEFORE)
     out.rename(before)
-    folder.rename(out)
+    try:
+        folder.rename(out)
+    except OSError:
+        before.rename(out)
+        raise
     before.rename(folder)
 
 

@@ -19,6 +19,7 @@ from ..tfm_model.decoder import Decoder
 from ..tfm_model.rotary import rotary_tables
 from ..tfm_model.source import is_python_source, open_checkpoint
 from ..tfm_model.state import StateSpec
+from .lower_portable import COLUMNS
 from .progress import Progress
 from .reference import DecoderReference, Reference
 from .stitch import GraphKind, Target, WeightPlan, dims, stitch_decoder
@@ -102,7 +103,7 @@ class CheckpointSource:
             if plan.is_column(name):
                 return lambda: read_finite(tensor, dtype).T
             return lambda: read_finite(tensor, dtype)
-        if name == "columns":
+        if name == COLUMNS:
             return lambda: torch.arange(self.max_context)
         rotary = self.config.attention.rotary
         assert rotary is not None
@@ -133,6 +134,8 @@ def stored_tensors(
 
 def _with_context(checkpoint: Checkpoint, max_context: int | None) -> ModelConfig:
     config = checkpoint.config
+    if config.context < MIN_CONTEXT:
+        raise InputError(f"the model's context is {config.context}, wanted at least {MIN_CONTEXT}")
     if max_context is None:
         return config
     if max_context < MIN_CONTEXT:

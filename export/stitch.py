@@ -46,21 +46,26 @@ class WeightPlan:
         self.dtype = dtype
         self.tied = tied  # another name of a tensor → its name in the file
         self.weights: dict[str, Weight] = {}
-        self._columns: set[str] = set()
+        self._columns: set[str] = set()  # matrices of linear layers
+        self._plain: set[str] = set()  # what anything else reads as it is
 
     def see(self, fragment: Fragment, prefix: str) -> None:
         """Matrices of linear layers lie transposed, also where an embedding shares them."""
         for node in fragment.nodes:
-            if (node.domain, node.op_type) == ("tfmx", "Linear"):
-                weight = node.inputs[1]
-                assert weight is not None
-                self._columns.add(self.name(prefix + fragment.weights[weight]))
+            for index, value in enumerate(node.inputs):
+                if value is None or value not in fragment.weights:
+                    continue
+                name = self.name(prefix + fragment.weights[value])
+                if (node.domain, node.op_type, index) == ("tfmx", "Linear", 1):
+                    self._columns.add(name)
+                elif (node.domain, node.op_type, index) != ("tfmx", "Embedding", 1):
+                    self._plain.add(name)
 
     def name(self, name: str) -> str:
         return self.tied.get(name, name)
 
     def is_column(self, name: str) -> bool:
-        return name in self._columns
+        return name in self._columns and name not in self._plain
 
     def use(self, builder: Builder, name: str, shape: Sequence[int]) -> ir.Value:
         is_column = self.is_column(name)

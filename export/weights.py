@@ -16,7 +16,12 @@ ALIGNMENT = 4096  # a page, so that onnxruntime can map each tensor where it lie
 _TORCH_DTYPES = {
     ir.DataType.FLOAT: torch.float32,
     ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.DOUBLE: torch.float64,
     ir.DataType.INT64: torch.int64,
+    ir.DataType.INT32: torch.int32,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.UINT8: torch.uint8,
+    ir.DataType.BOOL: torch.bool,
 }
 
 

@@ -75,7 +75,7 @@ VARIANTS: dict[str, ModelConfig] = {
         PLAIN, tied_head=False, head_bias=True, mlp=MlpConfig(hidden=96, activation="relu", gated=False)
     ),
     "linear scaling": _scaled(kind="linear", factor=2, original_context=32),
-    "dynamic scaling": _scaled(kind="dynamic", factor=2, original_context=16),
+    "dynamic scaling": _scaled(kind="dynamic", factor=2, original_context=8),
     "llama3 scaling": _scaled(kind="llama3", factor=8, original_context=32),
     "yarn scaling": _scaled(kind="yarn", factor=4, original_context=16, attention_factor=1.13),
 }

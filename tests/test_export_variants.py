@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from random_models import PLAIN, VARIANTS, random_source
 
-from tfmx.export.parity import Parity
+from tfmx.export.parity import Parity, ParityError
 from tfmx.export.pipeline import OPSETS, ExportOptions, export_model
 from tfmx.runtime.bundle import Bundle
+from tfmx.tfm_model.checkpoint import LazyTensor
 
 TARGETS = ("ort", "portable")
 
@@ -77,3 +80,21 @@ def test_graphs_carry_no_trace_of_the_machine(tmp_path: Path) -> None:
         content = path.read_bytes()
         assert str(tmp_path).encode() not in content, path.name
         assert b"site-packages" not in content, path.name
+
+
+@pytest.mark.parametrize("context", [2, 3, 8, 13])
+def test_a_context_shorter_than_the_cases_is_checked_all_the_same(context: int, tmp_path: Path) -> None:
+    source = random_source(replace(PLAIN, context=context))
+    for target in TARGETS:
+        parity = export_model(source, tmp_path / target, ExportOptions(target=target))
+        assert parity is not None
+        assert parity.passed
+
+
+def test_values_that_overflow_in_half_precision_fail_the_gate(tmp_path: Path) -> None:
+    source = random_source(PLAIN, ir.DataType.FLOAT16)
+    huge = LazyTensor("norm.weight", (PLAIN.width,), lambda: torch.full((PLAIN.width,), 60000.0))
+    source._checkpoint.tensors["norm.weight"] = huge
+    with pytest.raises(ParityError, match="PyTorch itself gives values that are not finite in float16"):
+        export_model(source, tmp_path / "bundle", ExportOptions(dtype="fp16"))
+    assert not (tmp_path / "bundle").exists()

@@ -150,3 +150,85 @@ def test_max_context_is_the_modules_own(tmp_path: Path) -> None:
 def test_opset_17_is_for_built_in_decoders(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="traced at 18 or above"):
         export(write(tmp_path, TOY), tmp_path / "bundle", ExportOptions(opset=17))
+
+
+def parity_of(tmp_path: Path, text: str, target: str = "portable") -> None:
+    parity = export(write(tmp_path, text), tmp_path / "bundle", ExportOptions(target=target))
+    assert parity is not None
+    assert parity.passed
+
+
+def test_a_module_may_import_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "tfmx_test_sibling.py").write_text("SIZE = 11\n")
+    text = TOY.replace("vocab_size = 11", "vocab_size = tfmx_test_sibling.SIZE")
+    parity_of(tmp_path, text.replace("import torch\n", "import torch\nimport tfmx_test_sibling\n", 1))
+
+
+def test_a_file_that_changed_is_run_again(tmp_path: Path) -> None:
+    parity_of(tmp_path, TOY)
+    before = (tmp_path / "bundle" / "weights.bin").read_bytes()
+    parity_of(tmp_path, TOY.replace("manual_seed(3)", "manual_seed(4)"))
+    assert (tmp_path / "bundle" / "weights.bin").read_bytes() != before
+
+
+def test_large_buffers_of_other_types_are_stored(tmp_path: Path) -> None:
+    buffers = """
+        self.register_buffer("flags", torch.ones(40, 40, dtype=torch.bool))
+        self.register_buffer("counts", torch.ones(40, 40, dtype=torch.int32))
+        self.register_buffer("columns", torch.ones(40, 40))
+"""
+    text = TOY.replace(
+        "        self.table = nn.Embedding(11, 11)\n", "        self.table = nn.Embedding(11, 11)" + buffers
+    )
+    sums = "sums = (self.flags.sum() / 1600 + self.counts.sum() / 1600 - self.columns.mean()) * ("
+    text = text.replace("sums = state[0]", sums + "state[0]").replace(".cumsum(1)", ".cumsum(1))")
+    parity_of(tmp_path, text)
+
+
+def test_a_weight_that_is_used_in_two_ways_is_right_in_both(tmp_path: Path) -> None:
+    text = TOY.replace(
+        "self.table(input_ids)",
+        "ops.linear(self.table(input_ids), self.table.weight, None) @ self.table.weight",
+    )
+    text = text.replace("import torch\n", "import torch\nfrom tfmx.tfm_model import ops\n", 1)
+    for target in ("portable", "ort"):
+        parity_of(tmp_path, text, target)
+
+
+def test_a_weight_may_be_computed(tmp_path: Path) -> None:
+    text = TOY.replace(
+        "self.table(input_ids)", "ops.linear(self.table(input_ids), self.table.weight * 0.5, None)"
+    )
+    parity_of(tmp_path, text.replace("import torch\n", "import torch\nfrom tfmx.tfm_model import ops\n", 1))
+
+
+def test_a_module_without_state_exports(tmp_path: Path) -> None:
+    text = TOY.replace(
+        'return (StateTensor(past="past_sum", present="present_sum", shape=("batch_size", 11), growth="constant"),)',
+        "return ()",
+    )
+    text = text.replace(
+        "sums = state[0][:, None] + (self.table(input_ids) * real).cumsum(1)", "sums = self.table(input_ids)"
+    )
+    text = text.replace("state[0].dtype", "torch.float32").replace("[sums[:, -1]]", "[]")
+    parity_of(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[sums[:, -1]]", "[]"), "returns 0 state tensors, its state_spec has 1"),
+        (('("batch_size", 11)', '("batch_size", "heads")'), "only batch_size and past_sequence_length"),
+        (
+            (
+                "nn.Embedding(11, 11)\n",
+                "nn.Embedding(11, 11)\n        self.freqs_cis = nn.Buffer(torch.ones(3) * 1j)\n",
+            ),
+            "freqs_cis is complex",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_named(change, message: str, tmp_path: Path) -> None:
+    assert change[0] in TOY
+    with pytest.raises(InputError, match=message):
+        export(write(tmp_path, TOY.replace(*change)), tmp_path / "bundle", ExportOptions())

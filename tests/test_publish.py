@@ -66,7 +66,9 @@ def test_an_error_leaves_the_old_bundle_and_no_litter(versions, tmp_path: Path) 
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "other files"])
+@pytest.mark.parametrize(
+    "kind", ["file", "link", "other files", "a web page's manifest", "a bundle and other files"]
+)
 def test_a_target_that_is_no_bundle_is_refused(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     if kind == "file":
@@ -75,11 +77,38 @@ def test_a_target_that_is_no_bundle_is_refused(kind: str, tmp_path: Path) -> Non
         (tmp_path / "elsewhere").mkdir()
         out.symlink_to(tmp_path / "elsewhere")
     else:
-        out.mkdir()
+        if kind == "a bundle and other files":
+            export_plain(out)
+        out.mkdir(exist_ok=True)
         (out / "thesis.txt").write_text("mine")
+        if kind == "a web page's manifest":
+            (out / "manifest.json").write_text('{"name": "page", "files": {"thesis.txt": 1}}')
     with pytest.raises(TargetError, match="choose another -o"):
         export_plain(out)
-    assert kind != "other files" or (out / "thesis.txt").read_text() == "mine"
+    assert kind in {"file", "link"} or (out / "thesis.txt").read_text() == "mine"
+
+
+def test_files_that_come_while_the_export_runs_are_kept(tmp_path: Path) -> None:
+    def put_a_file_there() -> None:
+        with published(tmp_path / "out"):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "thesis.txt").write_text("mine")
+
+    with pytest.raises(TargetError, match="choose another -o"):
+        put_a_file_there()
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_file_system_without_locks_is_an_error_not_a_loop(tmp_path: Path, monkeypatch) -> None:
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(PublishError, match="No locks available"):
+        export_plain(tmp_path / "out")
 
 
 def test_an_empty_folder_becomes_the_bundle(tmp_path: Path) -> None:
@@ -107,7 +136,9 @@ def test_100_kills_leave_the_old_or_the_new_bundle_whole(versions, tmp_path: Pat
     export_plain(out, PLAIN)
     context = multiprocessing.get_context("fork")
     started = time.monotonic()
-    export_plain(out, OTHER)
+    whole = context.Process(target=export_plain, args=(out, OTHER))
+    whole.start()
+    whole.join()
     length = time.monotonic() - started
     outcomes = {0: 0, 1: 0}
     chance = random.Random(7)

@@ -6,7 +6,6 @@ is refused where it is written, with the field's name.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,11 +26,7 @@ def _count(name: str, value: int, most: int = 2**31 - 1) -> None:
 
 
 def _positive(name: str, value: float) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (math.isfinite(value) and value > 0)
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
         raise ConfigError(f"{name} is {value!r}, wanted a finite number above 0")
 
 
