@@ -46,9 +46,11 @@ def measure_transformers(gguf: str) -> dict[str, float]:
     folder = CACHE / "transformers"
     if not folder.exists():  # dequantised once: reading GGUF is not what is measured
         path = Path(gguf)
-        AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
-        ).save_pretrained(folder)
+        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_config(read.config)  # what was read calls itself quantised
+        plain.load_state_dict(read.state_dict())
+        del plain.config.quantization_config
+        plain.save_pretrained(folder)
         return measure_transformers(gguf)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     loaded = time.perf_counter()
