@@ -26,10 +26,10 @@ from ..runtime.bundle import (
     TensorInfo,
 )
 from ..runtime.graph_audit import audit_graph
+from .choice_graphs import sample_graph, select_graph
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
-from .select_graph import select_graph
 from .source import Graphs, Source, open_source
 from .stitch import Target
 from .weights import WEIGHTS_FILE, link_weights, write_weights
@@ -80,6 +80,7 @@ def export_model(
     with published(out) as folder:
         graphs = model.graphs(options.target, options.opset, progress)
         graphs.models["select"] = select_graph(model.vocab_size, options.opset)
+        graphs.models["sample"] = sample_graph(model.vocab_size, options.opset)
         files = write_files(folder, graphs, model, progress)
         parity = None
         if options.verify:
@@ -117,7 +118,7 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
     files = {WEIGHTS_FILE: FileInfo(size=(folder / WEIGHTS_FILE).stat().st_size, sha256=digest)}
     for kind, graph in graphs.models.items():
         content = ir.to_proto(graph).SerializeToString(deterministic=True)
-        audit_graph(content, _graph_info(kind, graph), files[WEIGHTS_FILE].size)  # before onnxruntime sees it
+        audit_graph(content, graph_info(kind, graph), files[WEIGHTS_FILE].size)  # before onnxruntime sees it
         files[f"{kind}.onnx"] = _write(folder / f"{kind}.onnx", content)
     for name, text in model.texts.items():
         files[name] = _write(folder / name, text.encode())
@@ -141,7 +142,7 @@ def make_manifest(
         vocab_size=model.vocab_size,
         max_context=model.max_context,
         model=model.model_info,
-        graphs={kind: _graph_info(kind, graph) for kind, graph in graphs.models.items()},
+        graphs={kind: graph_info(kind, graph) for kind, graph in graphs.models.items()},
         state=tuple(
             StateInfo(
                 past=state.past,
@@ -163,7 +164,7 @@ def make_manifest(
     )
 
 
-def _graph_info(kind: str, model: ir.Model) -> GraphInfo:
+def graph_info(kind: str, model: ir.Model) -> GraphInfo:
     def tensors(values: list[ir.Value]) -> tuple[TensorInfo, ...]:
         return tuple(
             TensorInfo(name=str(value.name), dtype=_DTYPE_NAMES[value.dtype], shape=_dims(value))  # type: ignore[index,arg-type]

@@ -25,7 +25,7 @@ from .lower_portable import FLOAT, INT64, GraphInputs, PortableLowering
 from .trace import DecoderFragments, Fragment
 
 Target = Literal["ort", "portable"]
-GraphKind = Literal["prefill", "decode", "select"]
+GraphKind = Literal["prefill", "decode", "select", "sample"]
 ROTARY_TABLES = ("rotary.cos", "rotary.sin")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, SelectedLogits, check_room
+from .device_choice import DeviceLogits
+from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, check_room
 from .session import NUMPY_DTYPES, Session, ort_device, ort_value
 
 _PAD = 0  # any valid token: the mask hides it
@@ -30,7 +31,7 @@ class AppendEngine:
         self._inputs = [state.past for state in self._states]
         self._outputs = [*(state.present for state in self._states), "logits"]
         self._places = [self._here] * len(self._states) + [
-            self._host if graphs.select is None else self._here
+            self._host if graphs.chooser is None else self._here
         ]
         self._past: list[Any] = []  # OrtValues
         self._memory: list[npt.NDArray[Any]] = []  # of those that were made from arrays
@@ -112,9 +113,9 @@ class AppendEngine:
 
     def _result(self, logits: Any) -> Logits:
         B, T, V = logits.shape()
-        if self._graphs.select is None or T != 1:
+        if self._graphs.chooser is None or T != 1:
             return HostLogits(logits.numpy()[:, -1])
-        return SelectedLogits(logits.data_ptr(), (B, V), lambda: logits.numpy()[:, -1], self._graphs.select)
+        return DeviceLogits(logits.data_ptr(), (B, V), lambda: logits.numpy()[:, -1], self._graphs.chooser)
 
     def _rewrite(self, rows: list[int], columns: npt.NDArray[np.bool_]) -> None:
         """Rebuild the state from some of its rows and cache columns, by way of the host."""

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .device_buffer import DeviceBuffer
-from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, SelectedLogits, check_room
+from .device_choice import DeviceLogits
+from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, check_room
 from .manifest import BundleError
 from .session import NUMPY_DTYPES, Binding, Session
 
@@ -146,10 +147,10 @@ class CapacityEngine:
 
     def _result(self) -> Logits:
         logits = self._logits
-        if self._graphs.select is None:
+        if self._graphs.chooser is None:
             return HostLogits(logits.to_host()[:, 0])
         shape = (logits.shape[0], logits.shape[2])
-        return SelectedLogits(logits.pointer, shape, lambda: logits.to_host()[:, 0], self._graphs.select)
+        return DeviceLogits(logits.pointer, shape, lambda: logits.to_host()[:, 0], self._graphs.chooser)
 
 
 def _bind_tokens(

@@ -7,7 +7,7 @@ states, `CapacityEngine` for caches of fixed capacity that the graph writes in p
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from .. import TfmxError
 from .bundle import Bundle
+from .device_choice import Drawn, open_chooser
 from .devices import Device
 from .manifest import BundleError, Manifest
+from .sampling import Draw, SamplingOptions
 from .session import Session
 
 CHUNK = 512  # tokens a prefill run: bounds the memory of attention scores, large enough for full speed
@@ -51,9 +53,9 @@ class Graphs:
         self.prefill = Session(bundle, "prefill", device, threads=threads)
         self._decode: Session | None = None
         self._lock = threading.Lock()
-        # chooses the next token where the logits are; on the CPU numpy does it
-        has_select = device.kind == "cuda" and "select" in bundle.graphs
-        self.select = Session(bundle, "select", device, threads=threads) if has_select else None
+        # choose the next token where the logits are; on the CPU numpy does it
+        chooses = device.kind == "cuda" and {"select", "sample"} <= bundle.graphs.keys()
+        self.chooser = open_chooser(bundle, device) if chooses else None
 
     def decoder(self, batch: int) -> Session:
         """The session for decode steps of so many rows."""
@@ -73,6 +75,13 @@ class Logits(Protocol):
 
     def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """The largest logit's token (B,), and whether the row's logits are all finite (B,)."""
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether `draw` works; where not, the sampler is given the logits."""
+
+    def draw(self, draws: Sequence[Draw], options: SamplingOptions) -> Drawn:
+        """Each row's next token by its sampling options."""
 
 
 class Engine(Protocol):
@@ -126,28 +135,9 @@ class HostLogits:
     def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         return self.array.argmax(axis=1), np.asarray(np.isfinite(self.array).all(axis=1))
 
+    @property
+    def can_draw(self) -> bool:
+        return False
 
-@dataclass(frozen=True, slots=True)
-class SelectedLogits:
-    """Logits that stay on the device: the bundle's select graph chooses there, only the token comes back.
-
-    The graph takes `logits` (B, V) and gives `token` (B,) int64 and `check` (B,) float32 = sum(0 * logits),
-    which is 0 unless a logit is not finite. With sampling options the whole row is copied to the host instead.
-    """
-
-    pointer: int  # (B, V) on the device
-    shape: tuple[int, int]
-    read: Callable[[], FloatArray]  # copies them to the host; keeps their memory alive
-    select: Session
-
-    def numpy(self) -> FloatArray:
-        return self.read()
-
-    def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        token, check = np.empty(self.shape[0], np.int64), np.empty(self.shape[0], np.float32)
-        binding = self.select.binding()
-        binding.device_input("logits", np.float32, self.shape, self.pointer)
-        binding.output("token", token)
-        binding.output("check", check)
-        self.select.run(binding)
-        return token, check == 0
+    def draw(self, draws: Sequence[Draw], options: SamplingOptions) -> Drawn:  # noqa: ARG002 - never called
+        raise AssertionError("the sampler does it here")

@@ -16,7 +16,7 @@ from .. import TfmxError
 from .detokenizer import Detokenizer, StopTexts
 from .engine import Engine, Logits
 from .manifest import Manifest
-from .sampling import Choice, Sampler, SamplingOptions, make_sampler
+from .sampling import Choice, Sampler, SamplingOptions
 
 FinishReason = Literal["stop", "length"]
 
@@ -103,7 +103,7 @@ def make_row(
     return Row(
         index=index,
         prompt_ids=prompt_ids,
-        sampler=make_sampler(options, prompt_ids, seed),
+        sampler=Sampler(options, prompt_ids, seed),
         limit=room if options.max_new_tokens is None else min(options.max_new_tokens, room),
         stop_ids=frozenset((*own_stops, *options.stop_token_ids)),
         detokenizer=Detokenizer(decode, context) if decode else None,
@@ -140,6 +140,12 @@ def _choose(logits: Logits, rows: list[Row], options: SamplingOptions, step: int
         tokens, finite = logits.greedy()
         _check_finite(finite, rows, step)
         return [Choice(int(token)) for token in tokens]
+    if logits.can_draw and options.logprobs is None:
+        drawn = logits.draw([row.sampler.next_draw() for row in rows], options)
+        _check_finite(drawn.finite, rows, step)
+        for row, token, logit in zip(rows, drawn.tokens, drawn.logits, strict=True):
+            row.sampler.took(int(token), float(logit))
+        return [Choice(int(token)) for token in drawn.tokens]
     array = logits.numpy()  # (B, V)
     _check_finite(np.isfinite(array).all(axis=1), rows, step)
     return [row.sampler(values) for row, values in zip(rows, array, strict=True)]

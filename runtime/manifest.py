@@ -149,10 +149,12 @@ def check_bare_name(name: str) -> None:
 
 def _check_graphs(manifest: Manifest) -> None:
     graphs = manifest.graphs
-    if not {"prefill", "decode"} <= graphs.keys() <= {"prefill", "decode", "select"}:
+    if not {"prefill", "decode"} <= graphs.keys() <= {"prefill", "decode", "select", "sample"}:
         raise BundleError(
-            f"{MANIFEST}: graphs are {sorted(graphs)}, expected decode and prefill (and select)"
+            f"{MANIFEST}: graphs are {sorted(graphs)}, expected decode and prefill (and select, sample)"
         )
+    if ("select" in graphs) != ("sample" in graphs):
+        raise BundleError(f"{MANIFEST}: graphs are {sorted(graphs)}; select and sample come together")
     for role, graph in graphs.items():
         if graph.file not in manifest.files:
             raise BundleError(f"{MANIFEST}: the {role} graph's file {graph.file!r} is not among the files")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,27 +100,46 @@ class Choice:
     top_logprobs: tuple[tuple[int, float], ...] = ()  # most likely first
 
 
-Sampler = Callable[[FloatArray], Choice]
-
-
 def fresh_seed() -> int:
     return secrets.randbits(53)  # every JSON reader keeps 53 bits
 
 
-def make_sampler(options: SamplingOptions, prompt_ids: Iterable[int], seed: int) -> Sampler:
-    """A function from a row of finite logits (V,) to the next token; it remembers what it chose."""
-    penalise = _make_penalty(options, prompt_ids)
-    rng = np.random.Generator(np.random.PCG64(seed))
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a device needs to choose one row's token itself: the logits of a few ids change, then one number."""
 
-    def choose(logits: FloatArray) -> Choice:
-        row = penalise(logits)
-        token_id = int(row.argmax()) if options.temperature == 0 else _draw(row, options, float(rng.random()))
-        if row[token_id] == -np.inf:
-            raise NoTokenError("logit_bias bans every token")
-        penalise.saw(token_id)
+    ids: IntArray  # (K,), each once
+    penalty: FloatArray  # (K,): positive logits are divided by it, negative ones multiplied
+    minus: FloatArray  # (K,): taken off then
+    uniform: float
+
+
+class Sampler:
+    """From a row of finite logits (V,) to the next token; it remembers what it chose."""
+
+    def __init__(self, options: SamplingOptions, prompt_ids: Iterable[int], seed: int) -> None:
+        self._options = options
+        self._penalise = _make_penalty(options, prompt_ids)
+        self._rng = np.random.Generator(np.random.PCG64(seed))
+
+    def __call__(self, logits: FloatArray) -> Choice:
+        row, options = self._penalise(logits), self._options
+        token_id = (
+            int(row.argmax()) if options.temperature == 0 else _draw(row, options, float(self._rng.random()))
+        )
+        self.took(token_id, float(row[token_id]))
         return _with_logprobs(logits, token_id, options.logprobs)
 
-    return choose
+    def next_draw(self) -> Draw:
+        """For a device that draws; tell what it drew with `took`."""
+        ids, penalty, minus = self._penalise.changes()
+        return Draw(ids, penalty, minus, float(self._rng.random()))
+
+    def took(self, token_id: int, logit: float) -> None:
+        """`logit`: after penalties and bias."""
+        if not math.isfinite(logit):
+            raise NoTokenError("logit_bias bans every token")
+        self._penalise.saw(token_id)
 
 
 @dataclass(slots=True)
@@ -150,6 +169,21 @@ class _Penalty:
             row[ids] = values - np.float32(options.frequency_penalty) * counts
         row[self.bias_ids] += self.bias
         return row
+
+    def changes(self) -> tuple[IntArray, FloatArray, FloatArray]:
+        """The same for `Draw`: ids, and what is done to their logits."""
+        options, bias = self.options, dict(zip(self.bias_ids.tolist(), self.bias.tolist(), strict=True))
+        counted = bool(options.presence_penalty or options.frequency_penalty)
+        seen = self.seen if counted or options.repetition_penalty != 1 else {}
+        ids = [*seen, *(token_id for token_id in bias if token_id not in seen)]
+        penalty = [options.repetition_penalty if token_id in seen else 1.0 for token_id in ids]
+        minus = [
+            options.presence_penalty * (seen.get(token_id, 0) > 0)
+            + options.frequency_penalty * seen.get(token_id, 0)
+            - bias.get(token_id, 0.0)
+            for token_id in ids
+        ]
+        return np.asarray(ids, np.int64), np.asarray(penalty, np.float32), np.asarray(minus, np.float32)
 
     def saw(self, token_id: int) -> None:
         self.seen[token_id] = self.seen.get(token_id, 0) + 1

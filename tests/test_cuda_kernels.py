@@ -17,7 +17,7 @@ from cuda_coverage import FACTS, cpu_by_design, device_reads, missing_cuda_kerne
 from make_cuda_kernels import read_rows, read_signature, read_types, read_versions
 from onnx import TensorProto, helper
 
-from tfmx.export.select_graph import select_graph
+from tfmx.export.choice_graphs import sample_graph, select_graph
 from tfmx.export.source import stored_tensors
 from tfmx.export.stitch import GraphKind, Target, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder
@@ -260,5 +260,6 @@ def test_the_table_is_read_row_by_row():
 
 
 @pytest.mark.parametrize("opset", OPSETS)
-def test_the_select_graph_has_cuda_kernels(opset: int) -> None:
-    assert missing_cuda_kernels(ir.to_proto(select_graph(97, opset))) == []
+def test_the_graphs_that_choose_tokens_have_cuda_kernels(opset: int) -> None:
+    for graph in (select_graph(97, opset), sample_graph(97, opset)):
+        assert missing_cuda_kernels(ir.to_proto(graph)) == []

@@ -20,6 +20,7 @@ from tiny_bundle import (
 
 from tfmx.runtime import append_engine, capacity_engine, device_buffer
 from tfmx.runtime.bundle import Bundle, GraphInfo, StateInfo, TensorInfo
+from tfmx.runtime.device_choice import open_chooser
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import ContextFullError, Graphs, open_engine
 
@@ -338,13 +339,11 @@ def test_float16_bundles_run_on_the_cpu(flavour, tmp_path, weights):
 
 @pytest.mark.parametrize("flavour", ["append", "capacity"])
 def test_the_select_graph_chooses_what_the_host_would(flavour, tmp_path, weights):
-    from tfmx.runtime.session import Session
-
     write_bundle(tmp_path / "b", flavour, select=True)
     bundle = Bundle.open(tmp_path / "b")
     graphs = Graphs(bundle, CPU, threads=1)
-    assert graphs.select is None  # on the CPU numpy does it
-    graphs.select = Session(bundle, "select", CPU, threads=1)
+    assert graphs.chooser is None  # on the CPU numpy does it
+    graphs.chooser = open_chooser(bundle, CPU)
     engine, ids = open_engine(graphs, 1, 32), [5, 9, 17]
     logits = engine.prefill([ids])
     found = []
@@ -359,14 +358,12 @@ def test_the_select_graph_chooses_what_the_host_would(flavour, tmp_path, weights
 
 @pytest.mark.parametrize("flavour", ["append", "capacity"])
 def test_logits_that_are_not_finite_are_noticed_by_both_choosers(flavour, tmp_path):
-    from tfmx.runtime.session import Session
-
     weights = tiny_weights()
     weights["head"][3, 7] = np.inf
     write_bundle(tmp_path / "b", flavour, weights=weights, select=True)
     bundle = Bundle.open(tmp_path / "b")
     plain, on_device = Graphs(bundle, CPU, threads=1), Graphs(bundle, CPU, threads=1)
-    on_device.select = Session(bundle, "select", CPU, threads=1)
+    on_device.chooser = open_chooser(bundle, CPU)
     for graphs in (plain, on_device):
         _, finite = open_engine(graphs, 2, 8).prefill([[1, 2], [3]]).greedy()
         assert not finite.any()

@@ -12,11 +12,11 @@ import pytest
 from tfmx import InputError
 from tfmx.runtime.sampling import (
     NoTokenError,
+    Sampler,
     SamplingError,
     SamplingOptions,
     _possible,
     fresh_seed,
-    make_sampler,
 )
 
 LOGITS = np.log(np.asarray([0.4, 0.3, 0.15, 0.1, 0.04, 0.01], np.float32))
@@ -26,13 +26,13 @@ def draws(options, logits=LOGITS, count=2000, seed=7, prompt=()):
     """Shares of each token over many rows' first draw."""
     rng = np.random.default_rng(seed)
     counts = Counter(
-        make_sampler(options, prompt, int(rng.integers(2**40)))(logits).token_id for _ in range(count)
+        Sampler(options, prompt, int(rng.integers(2**40)))(logits).token_id for _ in range(count)
     )
     return {token: number / count for token, number in counts.items()}
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals():
-    choose = make_sampler(SamplingOptions(), (), 0)
+    choose = Sampler(SamplingOptions(), (), 0)
     assert choose(np.asarray([1, 5, 5, 2], np.float32)).token_id == 1
     assert choose(LOGITS).token_id == 0
 
@@ -84,34 +84,32 @@ def test_a_flat_vocabulary_needs_more_than_the_first_candidates():
 
 def test_the_repetition_penalty_counts_prompt_and_answer():
     logits = np.asarray([2.0, 1.9, -1.0, -1.05], np.float32)
-    choose = make_sampler(SamplingOptions(repetition_penalty=2.0), [0], 0)
+    choose = Sampler(SamplingOptions(repetition_penalty=2.0), [0], 0)
     assert [choose(logits).token_id for _ in range(3)] == [1, 0, 0]  # 2/2 beats 1.9/2
     negative = np.asarray([-1.0, -1.9], np.float32)
-    assert (
-        make_sampler(SamplingOptions(repetition_penalty=2.0), [0], 0)(negative).token_id == 1
-    )  # -1*2 < -1.9
+    assert Sampler(SamplingOptions(repetition_penalty=2.0), [0], 0)(negative).token_id == 1  # -1*2 < -1.9
 
 
 def test_presence_and_frequency_count_the_answer_only():
     logits = np.asarray([2.0, 1.4, 0.0], np.float32)
-    choose = make_sampler(SamplingOptions(presence_penalty=0.7), [0, 0, 0], 0)
+    choose = Sampler(SamplingOptions(presence_penalty=0.7), [0, 0, 0], 0)
     assert [choose(logits).token_id for _ in range(3)] == [
         0,
         1,
         0,
     ]  # 1.3 < 1.4; then 1.3 > 0.7, and only once
     both = SamplingOptions(presence_penalty=5.0, repetition_penalty=1.0001)
-    assert make_sampler(both, [0], 0)(logits).token_id == 0  # the prompt's tokens count for repetition alone
-    choose = make_sampler(SamplingOptions(frequency_penalty=0.35), (), 0)
+    assert Sampler(both, [0], 0)(logits).token_id == 0  # the prompt's tokens count for repetition alone
+    choose = Sampler(SamplingOptions(frequency_penalty=0.35), (), 0)
     assert [choose(logits).token_id for _ in range(4)] == [0, 0, 1, 0]  # 2, 1.65, (1.3 < 1.4), 1.3 > 1.05
 
 
 def test_logit_bias_lifts_lowers_and_bans():
-    assert make_sampler(SamplingOptions(logit_bias={5: 10.0}), (), 0)(LOGITS).token_id == 5
+    assert Sampler(SamplingOptions(logit_bias={5: 10.0}), (), 0)(LOGITS).token_id == 5
     ban = SamplingOptions(temperature=1.0, logit_bias={0: -math.inf, 1: -math.inf})
     assert draws(ban).keys() == {2, 3, 4, 5}
     before = LOGITS.copy()
-    make_sampler(ban, (), 0)(LOGITS)
+    Sampler(ban, (), 0)(LOGITS)
     assert np.array_equal(before, LOGITS)
 
 
@@ -120,7 +118,7 @@ def test_logit_bias_lifts_lowers_and_bans():
 def test_banning_every_token_is_an_error(temperature, more):
     options = SamplingOptions(temperature=temperature, logit_bias=dict.fromkeys(range(6), -math.inf), **more)
     with pytest.raises(NoTokenError, match=r"^logit_bias bans every token$"):
-        make_sampler(options, (), 0)(LOGITS)
+        Sampler(options, (), 0)(LOGITS)
 
 
 def test_rounding_never_picks_a_banned_token(monkeypatch):
@@ -138,7 +136,7 @@ def test_rounding_never_picks_a_banned_token(monkeypatch):
     monkeypatch.setattr(np.random, "Generator", Last)
     for options in ({}, {"top_k": 50}, {"top_p": 0.99}, {"min_p": 0.1}):
         bias = dict.fromkeys((i for i in range(2000) if i not in {3, 700}), -math.inf)
-        sampler = make_sampler(SamplingOptions(temperature=1.0, logit_bias=bias, **options), (), 0)
+        sampler = Sampler(SamplingOptions(temperature=1.0, logit_bias=bias, **options), (), 0)
         assert sampler(np.zeros(2000, np.float32)).token_id == 700
     weights = np.asarray([0.0, 0.5, 0.0, 0.0])
     assert [_possible(weights, place) for place in (0, 1, 2, 9)] == [1, 1, 1, 1]
@@ -146,7 +144,7 @@ def test_rounding_never_picks_a_banned_token(monkeypatch):
 
 def test_a_seed_gives_the_same_tokens_again_and_others_give_others():
     def tokens(seed):
-        choose = make_sampler(SamplingOptions(temperature=1.0), (), seed)
+        choose = Sampler(SamplingOptions(temperature=1.0), (), seed)
         return [choose(LOGITS).token_id for _ in range(40)]
 
     assert tokens(1) == tokens(1)
@@ -156,19 +154,19 @@ def test_a_seed_gives_the_same_tokens_again_and_others_give_others():
 
 
 def test_a_seed_gives_the_tokens_that_it_gave_when_this_was_written():
-    choose = make_sampler(SamplingOptions(temperature=1.0), (), 1234)
+    choose = Sampler(SamplingOptions(temperature=1.0), (), 1234)
     # PCG64(1234) draws .977 .380 .923 .262 .319 .118 .242 .319 .964 .264 .441 .610
     assert [choose(LOGITS).token_id for _ in range(12)] == [4, 0, 3, 0, 0, 0, 0, 0, 4, 0, 1, 1]
 
 
 def test_logprobs_are_the_models_own_before_every_option():
     options = SamplingOptions(temperature=2.0, logit_bias={5: 50.0}, repetition_penalty=3.0, logprobs=2)
-    choice = make_sampler(options, [0, 1], 3)(LOGITS + 7)
+    choice = Sampler(options, [0, 1], 3)(LOGITS + 7)
     assert choice.token_id == 5
     assert choice.logprob == pytest.approx(math.log(0.01), abs=1e-5)
     assert [token for token, _ in choice.top_logprobs] == [0, 1]
     assert choice.top_logprobs[0][1] == pytest.approx(math.log(0.4), abs=1e-5)
-    only = make_sampler(SamplingOptions(logprobs=0), (), 0)(LOGITS)
+    only = Sampler(SamplingOptions(logprobs=0), (), 0)(LOGITS)
     assert only.top_logprobs == ()
     assert only.logprob == pytest.approx(math.log(0.4), abs=1e-5)
 
@@ -232,7 +230,7 @@ def test_greedy_needs_only_the_argmax_unless_an_option_needs_the_logits():
 )
 def test_a_large_vocabulary_is_sampled_in_a_few_milliseconds(options):
     logits = (np.random.default_rng(0).standard_normal(151936) * 4).astype(np.float32)
-    choose = make_sampler(SamplingOptions(temperature=0.8, **options), (), 0)
+    choose = Sampler(SamplingOptions(temperature=0.8, **options), (), 0)
     times = []
     for _ in range(20):
         start = time.perf_counter()

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -273,35 +274,6 @@ def tiny_model(
     return helper.make_model(graph, opset_imports=opsets, ir_version=8), inputs, outputs
 
 
-def select_model() -> tuple[onnx.ModelProto, list[TensorInfo], list[TensorInfo]]:
-    """The greedy choice as a graph: the largest logit, and 0 * sum, which is NaN unless all logits are finite."""
-    inputs = [TensorInfo(name="logits", dtype="float32", shape=("batch_size", VOCAB))]
-    outputs = [
-        TensorInfo(name="token", dtype="int64", shape=("batch_size",)),
-        TensorInfo(name="check", dtype="float32", shape=("batch_size",)),
-    ]
-    nodes = [
-        helper.make_node("ArgMax", ["logits"], ["token"], axis=1, keepdims=0),
-        helper.make_node("Mul", ["logits", "zero"], ["zeros"]),
-        helper.make_node("ReduceSum", ["zeros", "axis"], ["check"], keepdims=0),
-    ]
-    constants = [
-        numpy_helper.from_array(np.float32(0), "zero"),
-        numpy_helper.from_array(np.asarray([1], np.int64), "axis"),
-    ]
-    graph = helper.make_graph(
-        nodes, "select", [_value_info(t) for t in inputs], [_value_info(t) for t in outputs], constants
-    )
-    return (
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8),
-        inputs,
-        outputs,
-    )
-
-
-# --- the tokenizer and the folder ------------------------------------------------------------------------
-
-
 def tiny_tokenizer() -> Tokenizer:
     """Byte-level BPE with a few merges, so that characters and words cross token borders."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -355,9 +327,13 @@ def write_bundle(
         (folder / f"{role}.onnx").write_bytes(model.SerializeToString(deterministic=True))
         graphs[role] = GraphInfo(file=f"{role}.onnx", inputs=tuple(inputs), outputs=tuple(outputs))
     if select:
-        model, inputs, outputs = select_model()
-        (folder / "select.onnx").write_bytes(model.SerializeToString(deterministic=True))
-        graphs["select"] = GraphInfo(file="select.onnx", inputs=tuple(inputs), outputs=tuple(outputs))
+        from tfmx.export.choice_graphs import sample_graph, select_graph
+        from tfmx.export.pipeline import graph_info
+
+        for role, graph in (("select", select_graph(VOCAB, 18)), ("sample", sample_graph(VOCAB, 18))):
+            content = ir.to_proto(graph).SerializeToString(deterministic=True)
+            (folder / f"{role}.onnx").write_bytes(content)
+            graphs[role] = graph_info(role, graph)
     state = tuple(
         StateInfo(
             past=f"past_key_values.{i}.{part}",
