@@ -322,3 +322,11 @@ def test_importing_the_runtime_turns_telemetry_off():
     code = "import os; os.environ['ORT_DISABLE_TELEMETRY'] = '0'; import tfmx.runtime; print(os.environ['ORT_DISABLE_TELEMETRY'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1"
+
+
+def test_the_graphs_that_choose_tokens_come_together(tmp_path):
+    write_bundle(tmp_path / "b", "capacity", select=True)
+    Bundle.open(tmp_path / "b")
+    rewrite(tmp_path / "b", lambda content: content["graphs"].pop("sample"))
+    with pytest.raises(BundleError, match="select and sample come together"):
+        Bundle.open(tmp_path / "b")
