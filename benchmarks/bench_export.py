@@ -28,23 +28,31 @@ def export_once(n_layers: int) -> dict[str, float]:
     from tfmx.export.trace import trace_decoder
     from tfmx.export.weights import torch_dtype
     from tfmx.tfm_model.checkpoint import Checkpoint, GenerationDefaults, LazyTensor
-    from tfmx.tfm_model.config import AttentionConfig, MlpConfig, ModelConfig, NormConfig, RotaryConfig
-    from tfmx.tfm_model.decoder import Decoder
+    from tfmx.tfm_model.config import (
+        AttentionConfig,
+        HeadConfig,
+        MlpConfig,
+        ModelConfig,
+        NormConfig,
+        RotaryConfig,
+        TokenInputs,
+    )
+    from tfmx.tfm_model.transformer import Transformer
 
     config = ModelConfig(
-        vocab_size=49152,
+        inputs=TokenInputs(vocab_size=49152),
         width=576,
         n_layers=n_layers,
         context=8192,
         norm=NormConfig(),
-        attention=AttentionConfig(
+        mixer=AttentionConfig(
             n_heads=9, n_kv_heads=3, head_dim=64, rotary=RotaryConfig(dim=64, theta=1e5)
         ),
         mlp=MlpConfig(hidden=1536),
-        tied_head=True,
+        head=HeadConfig(tied=True),
     )
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     tensors = {
         name: LazyTensor(name, shape, lambda shape=shape: torch.randn(shape))
         for name, shape in shapes.items()
@@ -58,7 +66,7 @@ def export_once(n_layers: int) -> dict[str, float]:
     traced = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bundle"
-        export_model(CheckpointSource(checkpoint, ir.DataType.FLOAT, None), out, ExportOptions(verify=False))
+        export_model(CheckpointSource(checkpoint, ir.DataType.FLOAT), out, ExportOptions(verify=False))
         size = (out / "weights.bin").stat().st_size
     return {
         "layers": n_layers,

@@ -31,6 +31,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 _EXTRAS = {
     **dict.fromkeys(("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"), "export"),
     "onnxruntime": "cpu",
+    "PIL": "images",
 }
 _NO_MEMORY = "there is not enough memory for this; see what `tfmx inspect` says that a run needs"
 

@@ -16,7 +16,7 @@ from .boundary import debug_option
 from .console import size, write_line, write_table
 from .progress import Bars
 
-_RUNTIME = ("numpy", "tokenizers", "jinja2", "onnxruntime", "onnxruntime-gpu")
+_RUNTIME = ("numpy", "tokenizers", "jinja2", "pillow", "onnxruntime", "onnxruntime-gpu")
 _EXPORT = ("torch", "onnx", "onnx-ir", "onnxscript", "safetensors", "gguf")
 # What onnxruntime's kernels look for; names as /proc/cpuinfo has them on x86 and on Arm.
 _FLAGS = (

@@ -11,6 +11,8 @@ import click
 
 from .boundary import debug_option
 from .console import plural, size, write_line, write_table
+from .kind_words import describe_length
+from .number_list import parse_numbers
 from .progress import Bars
 
 if TYPE_CHECKING:
@@ -47,6 +49,11 @@ if TYPE_CHECKING:
     help="The longest sequence.  [default: what the model was made for]",
 )
 @click.option(
+    "--attentions",
+    metavar="LAYERS",
+    help="Layers whose attention weights the graphs also give: all, or numbers such as 0,2.  [default: none]",
+)
+@click.option(
     "--no-verify", is_flag=True, help="Skip the comparison with PyTorch; the bundle then carries no proof."
 )
 @debug_option
@@ -57,14 +64,17 @@ def command(
     dtype: Literal["fp32", "fp16"],
     opset: int | None,
     max_context: int | None,
+    attentions: str | None,
     no_verify: bool,
 ) -> None:
     """Turn a checkpoint into a bundle: ONNX graphs, weights, tokenizer.
 
-    SOURCE is a Hugging Face folder, a GGUF file, or a model of your own as path/to/file.py:factory (that
-    file is run). The graphs are compared with PyTorch in float64, and unless they compute the same, nothing
-    is written.
+    SOURCE is a Hugging Face folder, a GGUF file, a model of your own as path/to/file.py:factory (that file
+    is run), or preset:NAME, a small model of the built-in family with random weights (an unknown name lists
+    them). The graphs are compared with PyTorch in float64, and unless they compute the same, nothing is
+    written.
     """
+    layers = () if attentions is None else parse_numbers(attentions, "--attentions")
     started = time.perf_counter()
     with Bars() as progress:
         progress.stage("loading PyTorch", 1)
@@ -76,6 +86,7 @@ def command(
             dtype=dtype,
             opset=DEFAULT_OPSET if opset is None else opset,
             max_context=max_context,
+            attentions="all" if layers is None else tuple(layers),
             verify=not no_verify,
         )
         parity = export(source, Path(out), options, progress)
@@ -87,7 +98,7 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
     manifest = bundle.manifest
     write_line(
         f"{bundle.path}: {manifest.target}, {manifest.dtype}, opset {manifest.opset}, "
-        f"context {manifest.max_context:,}, made in {seconds:.1f} s"
+        f"{describe_length(manifest)}, made in {seconds:.1f} s"
     )
     nodes = {manifest.graphs[role].file: sum(found.ops.values()) for role, found in bundle.summaries.items()}
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))

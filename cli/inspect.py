@@ -10,13 +10,20 @@ import click
 
 from .boundary import debug_option
 from .console import plural, size, write_line, write_table
+from .kind_words import describe_inputs, describe_outputs, describe_pixels
 
 if TYPE_CHECKING:
     from ..runtime.bundle import Bundle, GraphInfo, Manifest, TensorInfo
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name: `past_key_values.7.key`
 _WIDEST = 60  # characters of a config value
-_ROLES = ("prefill", "decode", "select")  # in the order of a run
+_GROWTHS = {
+    "append": "each step's columns are put behind it",
+    "capacity": "a buffer that each step writes into",
+    "constant": "of one shape for ever",
+    "fixed": "computed once by encode, then only read",
+}
+_ROLES = ("encode", "prefill", "decode", "select", "sample")  # in the order of a run
 
 
 @click.command(short_help="Show what a bundle holds and needs.")
@@ -35,6 +42,7 @@ def command(bundle: str) -> None:
     roles = [role for role in _ROLES if role in found.manifest.graphs]
     for role in roles:
         _show_graph(found, role)
+    _show_state(found.manifest)
     _show_operators(found, roles)
     _show_files(found.manifest)
     _show_parity(found.manifest)
@@ -44,12 +52,11 @@ def command(bundle: str) -> None:
 def _show_bundle(bundle: Bundle) -> None:
     manifest = bundle.manifest
     tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
-    generation = manifest.generation
-    ends = ", ".join(map(str, generation.eos_token_ids)) or "none"
     sources = [
         f"{name}, {size(info.size)}, sha256 {info.sha256[:16]}…"
         for name, info in manifest.source.files.items()
     ]
+    pixels = describe_pixels(manifest)
     write_line(str(bundle.path))
     write_table(
         [
@@ -61,14 +68,27 @@ def _show_bundle(bundle: Bundle) -> None:
                 strict=False,
             ),
             ("target", f"{manifest.target}, {manifest.dtype}, opset {manifest.opset}"),
-            (
-                "vocabulary",
-                f"{manifest.vocab_size:,} tokens; begin token {_or_none(generation.bos_token_id)}, end tokens {ends}",
-            ),
-            ("context", f"{manifest.max_context:,} tokens"),
-            ("defaults", _pairs(generation.sampling)),
+            ("kind", manifest.kind),
+            ("inputs", describe_inputs(manifest)),
+            *([("pixels", pixels)] if pixels else []),
+            ("outputs", describe_outputs(manifest)),
+            *_generation_rows(manifest),
         ]
     )
+
+
+def _generation_rows(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """The longest sequence; of what generates, its tokens too."""
+    if not manifest.generates:
+        yield "context", f"{manifest.max_context:,} positions"
+        return
+    generation = manifest.generation
+    ends = ", ".join(map(str, generation.eos_token_ids)) or "none"
+    start = generation.decoder_start_token_id
+    first = f"begin token {_or_none(generation.bos_token_id)}" if start is None else f"start token {start}"
+    yield "vocabulary", f"{manifest.vocab_size:,} tokens; {first}, end tokens {ends}"
+    yield "context", f"{manifest.max_context:,} tokens"
+    yield "defaults", _pairs(generation.sampling)
 
 
 def _show_model(manifest: Manifest) -> None:
@@ -94,6 +114,20 @@ def _show_graph(bundle: Bundle, role: str) -> None:
         ("out", *row) for row in tensor_rows(graph.outputs)
     ]
     write_table(rows)
+
+
+def _show_state(manifest: Manifest) -> None:
+    from ..runtime.manifest import TensorInfo
+
+    for growth, meaning in _GROWTHS.items():
+        own = [
+            TensorInfo(name=state.past, dtype=state.dtype, shape=state.shape)
+            for state in manifest.state
+            if state.growth == growth
+        ]
+        if own:
+            _title(f"{growth} state: {meaning}")
+            write_table(tensor_rows(own))
 
 
 def tensor_rows(tensors: Iterable[TensorInfo]) -> list[tuple[str, str, str]]:
@@ -167,11 +201,15 @@ def _show_memory(bundle: Bundle) -> None:
     rows = [
         ("weights, mapped from the file and shared", size(found.weights)),
         ("matrices, packed for the kernels", size(found.packed)),
-        ("cache of one sequence, a token", size(found.cache_per_token)),
-        (f"cache of one sequence, {context:,} tokens", size(found.cache_at_max_context)),
     ]
+    if found.cache_per_token:
+        rows.append(("cache of one sequence, a token", size(found.cache_per_token)))
+        rows.append((f"cache of one sequence, {context:,} tokens", size(found.cache_at_max_context)))
     if found.constant_state:
         rows.append(("state of one sequence", size(found.constant_state)))
+    if found.fixed_state:
+        length = bundle.manifest.inputs.length
+        rows.append((f"keys and values of one source, {length:,} positions", size(found.fixed_state)))
     rows.append(("one sequence at the full context, beside the weights", size(found.single_sequence)))
     write_table(rows, align="<>")
 

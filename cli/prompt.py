@@ -21,7 +21,7 @@ class PromptSourceError(InputError):
 def read_prompt(argument: str | None, file: str | None, ids: str | None) -> Prompt | None:
     """The prompt, or None where none was given: then there is a terminal at standard input."""
     given = [
-        name for name, value in (("PROMPT", argument), ("--file", file), ("--ids", ids)) if value is not None
+        name for name, value in (("INPUT", argument), ("--file", file), ("--ids", ids)) if value is not None
     ]
     if len(given) > 1:
         raise click.UsageError(f"the prompt is given twice, by {given[0]} and {given[1]}")
@@ -30,7 +30,7 @@ def read_prompt(argument: str | None, file: str | None, ids: str | None) -> Prom
     if file is not None:
         return _not_empty(_read_file(file), file)
     if argument is not None and argument != "-":
-        return _not_empty(_checked(argument), "PROMPT")
+        return _not_empty(_checked(argument), "INPUT")
     if argument == "-" or not stdin_is_terminal():
         return _not_empty(read_stdin(), "standard input")
     return None
@@ -93,7 +93,7 @@ def _checked(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise PromptSourceError("PROMPT is not UTF-8 text") from error
+        raise PromptSourceError("INPUT is not UTF-8 text") from error
     return text
 
 

@@ -63,6 +63,7 @@ _OPTIONS = (
     _Option("--stop-id", "stop_token_ids", int, "ID", "End at this token, as at the model's own end tokens. Repeatable.", multiple=True),
 )  # fmt: skip
 _NAMES = {option.field: option.name for option in _OPTIONS}
+SAMPLING_FIELDS = frozenset(_NAMES)
 
 
 def sampling_options(function: Callable[..., None]) -> Callable[..., None]:

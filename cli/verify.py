@@ -39,8 +39,8 @@ class VerifyError(TfmxError):
 def command(bundle: str, against: str | None, device: Literal["cpu", "cuda", "auto"]) -> None:
     """Check every file of BUNDLE against its sha256, then what its graphs compute.
 
-    Without --against the cases that the export stored in the bundle are replayed: prompts with the logits
-    that PyTorch gives in float64. That needs no PyTorch, so a device can be checked where it stands.
+    Without --against the cases that the export stored in the bundle are replayed: inputs with what
+    PyTorch gives for them in float64. That needs no PyTorch, so a device can be checked where it stands.
     """
     if against is not None and device != "cpu":
         raise click.UsageError("--against compares on the CPU; leave --device out")

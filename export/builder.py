@@ -99,14 +99,30 @@ class Builder:
     def slice(self, value: ir.Value, start: ir.Value, end: ir.Value, axis: int) -> ir.Value:
         return self.op("Slice", value, start, end, self.const([axis]))
 
+    def _used(self) -> tuple[list[ir.Node], set[ir.Value]]:
+        used, alive = set(self.outputs), []
+        for node in reversed(self.nodes):
+            if any(output in used for output in node.outputs):
+                alive.append(node)
+                used.update(value for value in node.inputs if value is not None)
+        return alive[::-1], used
+
+    def drop_unused(self, names: Sequence[str]) -> None:
+        """Inputs of these names that nothing reads."""
+        _, used = self._used()
+        self.inputs = [value for value in self.inputs if value in used or value.name not in names]
+
     def model(self) -> ir.Model:
+        """What the outputs need of it."""
+        nodes, used = self._used()
+        known = [*self.constants.values(), *self.weights.values()]
         defaults = [value for value in self.inputs if value.const_value is not None]
         graph = ir.Graph(
             self.inputs,
             self.outputs,
-            nodes=self.nodes,
-            initializers=[*defaults, *self.constants.values(), *self.weights.values()],
-            opset_imports={"": self.opset, **{node.domain: 1 for node in self.nodes if node.domain}},
+            nodes=nodes,
+            initializers=[*defaults, *(value for value in known if value in used)],
+            opset_imports={"": self.opset, **{node.domain: 1 for node in nodes if node.domain}},
             name=self.name,
         )
         return ir.Model(graph, ir_version=_ir_version(self.opset), producer_name="tfmx")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from .builder import Builder
-from .lower_portable import END, FLOAT, INT64
+from .lower_basic import END, FLOAT, INT64
 
 
 def select_graph(vocab_size: int, opset: int) -> ir.Model:

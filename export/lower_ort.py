@@ -14,27 +14,58 @@ from functools import cached_property
 import onnx_ir as ir
 
 from .. import InputError
-from .lower_portable import END, AttentionNode, PortableLowering
+from .builder import Builder
+from .lower_attention import AttentionNode, Heads
+from .lower_portable import PortableLowering
 
 INT32 = ir.DataType.INT32
 MICROSOFT = "com.microsoft"
 
 
-class OrtLowering(PortableLowering):
-    """A built-in decoder for ONNX Runtime."""
+class FusedLowering(PortableLowering):
+    """Any graph for ONNX Runtime: its fused norms and activations; positions and cache stay what they are."""
+
+    def norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, kind: str, eps: float) -> ir.Value:
+        if kind == "layer":
+            return super().norm(x, weight, bias, kind, eps)
+        return self.b.op("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=eps, stash_type=1)
+
+    def activation(self, x: ir.Value, kind: str) -> ir.Value:
+        if kind == "silu":
+            return self.b.op("QuickGelu", x, domain=MICROSOFT, alpha=1.0)  # x * sigmoid(1 x)
+        if kind in {"gelu", "gelu_tanh"}:
+            return self.b.op("Gelu" if kind == "gelu" else "FastGelu", x, domain=MICROSOFT)
+        return super().activation(x, kind)
+
+
+class OrtLowering(FusedLowering):
+    """A decoder of tokens for ONNX Runtime, with its fused attention."""
 
     growth = "capacity"
 
+    def __init__(
+        self,
+        builder: Builder,
+        dtype: ir.DataType,
+        max_context: int,
+        input_ids: ir.Value,
+        attention_mask: ir.Value,
+        *,
+        is_decode: bool,
+    ) -> None:
+        super().__init__(builder, dtype, max_context, is_decode=is_decode)
+        self.input_ids, self.attention_mask = input_ids, attention_mask
+
     def token_ids(self) -> ir.Value:
-        ids = self.inputs.input_ids
+        ids = self.input_ids
         return ids if self.is_decode else self.b.op("ScatterElements", ids, self.slots, ids, axis=1)
 
-    def position_ids(self) -> ir.Value:
-        """For what GroupQueryAttention cannot turn itself: past tokens of the row + slot, (B, T)."""
-        return self._position_ids
+    def positions(self, heads: Heads) -> ir.Value:  # noqa: ARG002 - the packed ones, not the graph's
+        return self.position_ids
 
     @cached_property
-    def _position_ids(self) -> ir.Value:
+    def position_ids(self) -> ir.Value:
+        """Past tokens of the row + slot, (B, T)."""
         b = self.b
         if self.is_decode:
             return self.n_past
@@ -50,33 +81,29 @@ class OrtLowering(PortableLowering):
 
     @cached_property
     def length(self) -> ir.Value:
-        return self.b.dim(self.inputs.input_ids, 1)
+        return self.b.dim(self.input_ids, 1)
 
     @cached_property
-    def new_mask(self) -> ir.Value:
-        """The mask's columns of the new tokens, (B, T)."""
-        return self.b.slice(self.inputs.attention_mask, self.b.op("Neg", self.length), self.b.const([END]), 1)
+    def mask_of_new(self) -> ir.Value:
+        """(B, T)."""
+        return self.new_mask(self.attention_mask, self.input_ids)
 
     @cached_property
     def n_past(self) -> ir.Value:
         """Real tokens in the cache, (B, 1)."""
-        b, mask = self.b, self.inputs.attention_mask
+        b, mask = self.b, self.attention_mask
         end = b.const([-1]) if self.is_decode else b.op("Neg", self.length)
         return b.op("ReduceSum", b.slice(mask, b.const([0]), end, 1), b.const([1]), keepdims=1)
 
     @cached_property
     def n_real(self) -> ir.Value:
         """Real ones among the new tokens, (B, 1)."""
-        return self.b.op("ReduceSum", self.new_mask, self.b.const([1]), keepdims=1)
+        return self.b.op("ReduceSum", self.mask_of_new, self.b.const([1]), keepdims=1)
 
     @cached_property
     def slots(self) -> ir.Value:
         """Where each new token goes among its row's new tokens: the real ones first, in their order, (B, T)."""
-        b, mask = self.b, self.new_mask
-        one, axis = b.const(1), b.const(1)
-        real = b.op("Sub", b.op("CumSum", mask, axis), one)
-        pads = b.op("Sub", b.op("Add", self.n_real, b.op("CumSum", b.op("Sub", one, mask), axis)), one)
-        return b.op("Where", b.op("Equal", mask, one), real, pads)
+        return self.packed_places(self.mask_of_new)
 
     @cached_property
     def lengths(self) -> tuple[ir.Value, ir.Value]:
@@ -86,40 +113,27 @@ class OrtLowering(PortableLowering):
         if not self.is_decode:
             last = b.op("Add", last, b.op("Sub", self.length, b.const(1)))
         seqlens_k = b.op("Reshape", b.op("Cast", last, to=INT32), b.const([-1]))
-        total = b.op("Gather", b.op("Shape", self.inputs.attention_mask), b.const(1))
+        total = b.op("Gather", b.op("Shape", self.attention_mask), b.const(1))
         return seqlens_k, b.op("Cast", total, to=INT32)
 
-    def norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, kind: str, eps: float) -> ir.Value:
-        if kind == "layer":
-            return super().norm(x, weight, bias, kind, eps)
-        return self.b.op("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=eps, stash_type=1)
-
-    def activation(self, x: ir.Value, kind: str) -> ir.Value:
-        if kind == "silu":
-            return self.b.op("QuickGelu", x, domain=MICROSOFT, alpha=1.0)  # x * sigmoid(1 x)
-        if kind in {"gelu", "gelu_tanh"}:
-            return self.b.op("Gelu" if kind == "gelu" else "FastGelu", x, domain=MICROSOFT)
-        return super().activation(x, kind)
-
     def attention(self, node: AttentionNode) -> Sequence[ir.Value]:
-        if node.head_dim % 8:
+        b, heads = self.b, node.heads
+        if heads.head_dim % 8:
             raise InputError(
-                f"head_dim is {node.head_dim}, and ONNX Runtime's fused attention wants a multiple of 8; "
+                f"head_dim is {heads.head_dim}, and ONNX Runtime's fused attention wants a multiple of 8; "
                 "export with --target portable"
             )
-        b = self.b
         seqlens_k, total = self.lengths
-        turns_itself = self._turns_itself(node)
-        if node.q_norm is None and (turns_itself or node.cos is None):
-            qkv: list[ir.Value | None] = [node.qkv, None, None]
+        turns_itself = self._turns_itself(heads)
+        if heads.q_norm is None and (turns_itself or heads.cos is None):
+            qkv: list[ir.Value | None] = [heads.qkv, None, None]
         else:
+            counts = (heads.n_heads, heads.n_kv_heads, heads.n_kv_heads)
             qkv = [
-                b.op("Reshape", part, b.const([0, 0, n * node.head_dim]))
-                for part, n in zip(
-                    self.heads(node), (node.n_heads, node.n_kv_heads, node.n_kv_heads), strict=True
-                )
+                b.op("Reshape", part, b.const([0, 0, n * heads.head_dim]))
+                for part, n in zip(self.split_heads(heads), counts, strict=True)
             ]
-        tables = [node.cos, node.sin] if turns_itself else []
+        tables = [heads.cos, heads.sin] if turns_itself else []
         return b.ops(
             "GroupQueryAttention",
             *qkv,
@@ -130,31 +144,20 @@ class OrtLowering(PortableLowering):
             *tables,
             n_outputs=3,
             domain=MICROSOFT,
-            num_heads=node.n_heads,
-            kv_num_heads=node.n_kv_heads,
+            num_heads=heads.n_heads,
+            kv_num_heads=heads.n_kv_heads,
             scale=node.scale,
             do_rotary=int(turns_itself),
             **({"softcap": node.softcap} if node.softcap else {}),
             **({"local_window_size": node.window} if node.window else {}),
         )
 
-    def turn(self, x: ir.Value, node: AttentionNode) -> ir.Value:
-        return x if self._turns_itself(node) else super().turn(x, node)
+    def turn(self, x: ir.Value, heads: Heads) -> ir.Value:
+        return x if self._turns_itself(heads) else super().turn(x, heads)
 
-    def _turns_itself(self, node: AttentionNode) -> bool:
+    def _turns_itself(self, heads: Heads) -> bool:
         """Its own rotary wants a table, a head of 16 n dimensions, and 16 n of them turning."""
-        return node.has_table and node.head_dim % 16 == 0 and node.rotary_dim % 16 == 0
-
-
-class OrtModuleLowering(OrtLowering):
-    """A user's own module for ONNX Runtime: fused norms and activations, but its positions and cache stay its own."""
-
-    growth = "append"
-    attention = PortableLowering.attention
-    turn = PortableLowering.turn
-    position_ids = PortableLowering.position_ids
-    token_ids = PortableLowering.token_ids
-    select = PortableLowering.select
+        return heads.has_table and heads.head_dim % 16 == 0 and heads.rotary_dim % 16 == 0
 
 
 def fuse_skip_norms(nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:

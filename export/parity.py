@@ -25,7 +25,9 @@ from ..runtime.devices import import_onnxruntime
 from ..tfm_model.state import StateTensor
 from .cases import Case, Run, parity_cases
 from .progress import Progress
-from .reference import Array, CaseOutputs, Pasts, Reference
+from .reference import Array, CaseOutputs, Pasts, Reference, by_element, real
+from .signature import Signature
+from .stitch import GRAPHS_OF_KIND
 
 FACTOR = 4.0
 RULE = f"max|onnx - torch64| <= {FACTOR:g} * max|torch - torch64|"
@@ -39,13 +41,13 @@ class ParityError(TfmxError):
 @dataclass(frozen=True, slots=True)
 class CaseParity:
     name: str
-    error: float  # of the logits
+    error: float  # of the main output
     budget: float
     state_error: float  # of what was written into the cache (root mean square)
     state_budget: float
     mean_error: float
     argmax_agreement: float
-    margin: float  # smallest distance between the two best logits
+    margin: float  # smallest distance between the two best numbers of a row
 
     @property
     def ratio(self) -> float:
@@ -60,8 +62,8 @@ class CaseParity:
 
     def __str__(self) -> str:
         return (
-            f"'{self.name}': logits off by {self.error:.2g} (budget {self.budget:.2g}, mean {self.mean_error:.2g}), "
-            f"cache by {self.state_error:.2g} (budget {self.state_budget:.2g}), "
+            f"'{self.name}': output off by {self.error:.2g} (budget {self.budget:.2g}, mean {self.mean_error:.2g}), "
+            f"state by {self.state_error:.2g} (budget {self.state_budget:.2g}), "
             f"argmax agrees on {self.argmax_agreement:.0%}, smallest top-2 margin {self.margin:.2g}"
         )
 
@@ -106,61 +108,97 @@ class Parity:
 
 
 class Graphs:
-    """The graphs of a folder, run on given caches; `growth` says how they lay out theirs."""
+    """The graphs of a folder, run on given states; `growth` says how they lay out theirs."""
 
-    def __init__(self, folder: Path, growth: str) -> None:
-        self.growth = growth
+    def __init__(self, folder: Path, growth: str, signature: Signature, precision: torch.dtype) -> None:
+        self.growth, self.signature = growth, signature
+        self.dtype = torch.zeros(0, dtype=precision).numpy().dtype  # of vectors, images and the state
         options = import_onnxruntime().SessionOptions()
         options.log_severity_level = 3
-        self.sessions = {kind: _open(folder / f"{kind}.onnx", options) for kind in ("prefill", "decode")}
+        self.sessions = {
+            kind: _open(folder / f"{kind}.onnx", options) for kind in GRAPHS_OF_KIND[signature.kind]
+        }
 
     def run(self, reference: Reference, pasts: Pasts, case: Case) -> CaseOutputs:
         result = CaseOutputs()
-        columns = case.runs[-1].attention_mask.shape[1]
-        state = [pasts.state(i, case).contiguous().numpy() for i in range(len(reference.spec))]
+        moving = [state for state in reference.spec if state.growth != "fixed"]
+        columns = case.runs[-1].attention_mask
+        state = [pasts.state(i, case).contiguous().numpy() for i in range(len(moving))]
         if self.growth == "capacity":
-            state = [packed(values, case, columns + case.spare if case.spare else 0) for values in state]
+            assert columns is not None
+            state = [packed(v, case, columns.shape[1] + case.spare if case.spare else 0) for v in state]
+        fixed: dict[str, Array] = {}
         for run in case.runs:
-            outputs = self._call(run, reference, state)
-            result.logits.append(outputs[0])
-            state = outputs[1:]
-            written = zip(state, reference.spec, strict=True)
-            result.states.append([self._written(values, spec, run) for values, spec in written])
+            pasts_by_name = {spec.past: values for spec, values in zip(moving, state, strict=True)}
+            main, rest = self._call(run, pasts_by_name | fixed)
+            if run.graph == "encode":
+                known = [spec for spec in reference.spec if spec.growth == "fixed"]
+                fixed = {spec.past: rest[spec.present] for spec in known}
+                fixed["encoder_attention_mask"] = run.attention_mask  # type: ignore[assignment]
+                extra = [by_element(rest[spec.present], run) for spec in known]
+                names = self.signature.encoder_map_names
+            else:
+                state = [rest[spec.present] for spec in moving]
+                extra = [self._written(v, spec, run) for v, spec in zip(state, moving, strict=True)]
+                names = self.signature.map_names
+            if self._is_source(run):
+                extra.insert(0, real(main, run))
+            else:
+                result.main.append(main)
+            result.states.append(extra + [by_element(rest[name], run) for name in names])
         return result
 
-    def _call(self, run: Run, reference: Reference, state: Sequence[Array]) -> list[Array]:
+    def _call(self, run: Run, state: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+        """The main output, and all by name."""
         session = self.sessions[run.graph]
+        elements = self.signature.inputs if run.graph == "encode" else self.signature.steps
+        inputs = run.inputs if elements.kind == "tokens" else run.inputs.astype(self.dtype)
         given = {
-            "input_ids": run.input_ids,
+            elements.name: inputs,
             "attention_mask": run.attention_mask,
             "position_ids": run.position_ids,
             "num_logits_to_keep": np.array(run.keep),
-            **{s.past: values for s, values in zip(reference.spec, state, strict=True)},
+            **state,
         }
         wanted = {value.name for value in session.get_inputs()}
-        if run.keep:
+        if run.keep and not self.signature.outputs.only_last:
             wanted.add("num_logits_to_keep")  # has a default, so it is not among the inputs that must be fed
+        names = [value.name for value in session.get_outputs()]
         try:
             outputs = session.run(None, {name: value for name, value in given.items() if name in wanted})
         except Exception as error:  # onnxruntime's errors have no class in common but this
             raise ParityError(
                 f"onnxruntime cannot run the {run.graph} graph: {str(error).splitlines()[0]}"
             ) from error
-        B, T = run.input_ids.shape
-        expected = (B, run.keep or T, reference.vocab_size)
-        if outputs[0].shape != expected:
+        found = dict(zip(names, outputs, strict=True))
+        main = found["last_hidden_state" if self._is_source(run) else self.signature.outputs.name]
+        expected = self._main_shape(run)
+        if main.shape != expected:
             raise ParityError(
-                f"the {run.graph} graph gives logits of shape {outputs[0].shape}, wanted {expected}"
+                f"the {run.graph} graph gives a main output of shape {main.shape}, wanted {expected}"
             )
-        return list(outputs)
+        return main, found
+
+    def _is_source(self, run: Run) -> bool:
+        return run.graph == "encode" and self.signature.kind == "encoder-decoder"
+
+    def _main_shape(self, run: Run) -> tuple[int | None, ...]:
+        answer, B = self.signature.outputs, len(run.inputs)
+        T = self.signature.inputs.length if run.attention_mask is None else run.length
+        if self._is_source(run):
+            return B, T, self.signature.encoded_width
+        if answer.pooled:
+            return B, answer.size
+        return B, 1 if answer.only_last else run.keep or T, answer.size
 
     def _written(self, present: Array, state: StateTensor, run: Run) -> Array:
         if "past_sequence_length" not in state.shape:
             return present
-        is_real, T = run.is_real, run.input_ids.shape[1]
+        is_real, T = run.is_real, run.length
         rows = np.moveaxis(present, state.shape.index("past_sequence_length"), 1)  # (B, S, ...)
         if self.growth == "append":
             return rows[:, rows.shape[1] - T :][is_real]
+        assert run.attention_mask is not None
         n_past = run.attention_mask[:, :-T].sum(axis=1)
         return np.concatenate(
             [
@@ -191,7 +229,7 @@ class Gate:
 
     def __init__(self, reference: Reference, progress: Progress) -> None:
         self.reference, self.progress = reference, progress
-        self.cases = parity_cases(reference.vocab_size, reference.max_context, _longest(reference))
+        self.cases = parity_cases(reference.signature, _longest(reference))
         steps = reference.steps(self.cases)
         progress.stage("verifying: PyTorch in float64", 2 * steps)
         self.pasts = Pasts(reference, progress.advance)
@@ -207,7 +245,7 @@ class Gate:
 
     def check(self, folder: Path, growth: str) -> Parity:
         self.progress.stage("verifying: onnxruntime", len(self.cases))
-        graphs = Graphs(folder, growth)
+        graphs = Graphs(folder, growth, self.reference.signature, self.reference.precision)
         results: list[CaseParity] = []
         golden: dict[str, Array] = {}
         for case, truth, budget in zip(self.cases, self.exact, self.budgets, strict=True):
@@ -215,7 +253,7 @@ class Gate:
                 continue
             results.append(compare(case, graphs.run(self.reference, self.pasts, case), truth, budget))
             if case.is_golden:
-                golden |= golden_arrays(case, truth, results[-1].budget)
+                golden |= golden_arrays(self.reference.signature, case, truth, results[-1].budget)
             self.progress.advance()
         return Parity(tuple(results), golden)
 
@@ -227,8 +265,8 @@ def _budgets(
     step = torch.finfo(precision).eps
     logits, states = [], []
     for case, ours, truth in zip(cases, plain, exact, strict=True):
-        true_logits, true_states = _real_logits(case, truth), _flat(truth.states)
-        error = _largest(np.abs(_real_logits(case, ours) - true_logits))
+        true_logits, true_states = _real_rows(case, truth), _flat(truth.states)
+        error = _largest(np.abs(_real_rows(case, ours) - true_logits))
         logits.append(max(error, step * _largest(np.abs(true_logits))))
         state_error = _mean_square(_flat(ours.states) - true_states)
         states.append(max(state_error, step * _mean_square(true_states)))
@@ -243,13 +281,13 @@ def _longest(reference: Reference) -> int:
     for state in reference.spec:
         if "past_sequence_length" in state.shape:
             per_token += 4 * int(np.prod([dim for dim in state.shape if isinstance(dim, int)]))
-    return min(reference.max_context, CACHE_BYTES // max(per_token, 1))
+    return min(reference.signature.steps.length, CACHE_BYTES // max(per_token, 1))
 
 
 def compare(case: Case, onnx: CaseOutputs, exact: CaseOutputs, budgets: tuple[float, float]) -> CaseParity:
-    ours, truth = _real_logits(case, onnx), _real_logits(case, exact)
+    ours, truth = _real_rows(case, onnx), _real_rows(case, exact)
     error = np.abs(ours - truth)
-    best_two = np.partition(truth, -2, axis=-1)[:, -2:]
+    best_two = np.partition(truth, -2, axis=-1)[:, -2:] if truth.shape[1] > 1 else np.repeat(truth, 2, axis=1)
     return CaseParity(
         name=case.name,
         error=_largest(error),
@@ -274,12 +312,16 @@ def _mean_square(values: Array) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
-def _real_logits(case: Case, outputs: CaseOutputs) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """(tokens, V) of the real tokens whose logits were asked for."""
+def _real_rows(case: Case, outputs: CaseOutputs) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """(rows, size) of the main outputs that belong to real elements and were asked for."""
     rows = []
-    for run, logits in zip(case.runs, outputs.logits, strict=True):
-        keep = run.keep or run.input_ids.shape[1]
-        rows.append(logits[:, -keep:].astype(np.float64)[run.is_real[:, -keep:]])
+    for run, main in zip(case.answers, outputs.main, strict=True):
+        wide = main.astype(np.float64)
+        one_each = main.ndim == 3 and (run.length == 1 or main.shape[1] > 1)  # not one for the whole row
+        if run.attention_mask is not None and one_each:
+            keep = run.keep or run.length
+            wide = wide[:, -keep:][run.is_real[:, -keep:]]
+        rows.append(wide.reshape(-1, wide.shape[-1]))
     return np.concatenate(rows)
 
 
@@ -289,15 +331,26 @@ def _flat(states: Sequence[Sequence[Array]]) -> np.ndarray[tuple[int, ...], np.d
     )
 
 
-def golden_arrays(case: Case, exact: CaseOutputs, budget: float) -> dict[str, Array]:
-    """A prompt (padded left) and its decode steps, with the logits that float64 gives: see runtime/golden.py."""
+def golden_arrays(signature: Signature, case: Case, exact: CaseOutputs, budget: float) -> dict[str, Array]:
+    """An input (padded left) and what follows, with the answers that float64 gives: see runtime/golden.py."""
     name = case.name.removeprefix("golden: ").replace(" ", "_")
-    prefill, *steps = case.runs
-    decode_ids = [run.input_ids[:, 0] for run in steps]
-    return {
-        f"{name}.input_ids": prefill.input_ids,
-        f"{name}.attention_mask": prefill.attention_mask,
-        f"{name}.decode_ids": np.stack(decode_ids),
-        f"{name}.expected": np.stack([logits[:, -1].astype(np.float32) for logits in exact.logits]),
-        f"{name}.budget": np.array(budget),
+    first, *rest = case.runs
+    arrays: dict[str, Array | None] = {
+        signature.inputs.name: _stored(first.inputs),
+        "attention_mask": first.attention_mask,
+        "budget": np.array(budget),
     }
+    if signature.kind == "encoder":
+        arrays["expected"] = exact.main[0].astype(np.float32)
+    else:
+        if signature.kind == "encoder-decoder":
+            prefill, *rest = rest
+            arrays["target_ids"] = prefill.inputs
+        part = "decode_ids" if signature.steps.kind == "tokens" else "decode_features"
+        arrays[part] = np.stack([_stored(run.inputs)[:, 0] for run in rest])
+        arrays["expected"] = np.stack([main[:, -1].astype(np.float32) for main in exact.main])
+    return {f"{name}.{part}": array for part, array in arrays.items() if array is not None}
+
+
+def _stored(inputs: Array) -> Array:
+    return inputs if inputs.dtype == np.int64 else inputs.astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import io
@@ -20,7 +21,9 @@ from ..runtime.bundle import (
     FileInfo,
     GenerationInfo,
     GraphInfo,
+    InputInfo,
     Manifest,
+    OutputInfo,
     SourceInfo,
     StateInfo,
     TensorInfo,
@@ -60,6 +63,7 @@ class ExportOptions:
     opset: int = DEFAULT_OPSET
     max_context: int | None = None  # None: the model's own
     verify: bool = True
+    attentions: tuple[int, ...] | Literal["all"] = ()  # layers whose weights the graphs also give
 
     def __post_init__(self) -> None:
         if self.opset not in OPSETS:
@@ -69,7 +73,10 @@ class ExportOptions:
 def export(source: str, out: Path, options: ExportOptions, progress: Progress | None = None) -> Parity | None:
     """Write the bundle to `out`, or raise and leave `out` as it was; returns the parity that was measured."""
     return export_model(
-        open_source(source, DTYPES[options.dtype], options.max_context), out, options, progress
+        open_source(source, DTYPES[options.dtype], options.max_context, options.attentions),
+        out,
+        options,
+        progress,
     )
 
 
@@ -79,8 +86,9 @@ def export_model(
     progress = progress or Silent()
     with published(out) as folder:
         graphs = model.graphs(options.target, options.opset, progress)
-        graphs.models["select"] = select_graph(model.vocab_size, options.opset)
-        graphs.models["sample"] = sample_graph(model.vocab_size, options.opset)
+        if model.signature.generates:
+            graphs.models["select"] = select_graph(model.signature.outputs.size, options.opset)
+            graphs.models["sample"] = sample_graph(model.signature.outputs.size, options.opset)
         files = write_files(folder, graphs, model, progress)
         parity = None
         if options.verify:
@@ -98,11 +106,13 @@ def export_model(
 def verify_against(bundle: Bundle, source: str, progress: Progress | None = None) -> Parity:
     """Repeat the gate for a bundle and the source that it was made from."""
     manifest = bundle.manifest
-    model = open_source(source, DTYPES[manifest.dtype], manifest.max_context)
-    if (model.vocab_size, len(model.spec)) != (manifest.vocab_size, len(manifest.state)):
+    model = open_source(source, DTYPES[manifest.dtype], manifest.max_context, _shown_layers(manifest))
+    found = (model.signature.kind, model.signature.outputs.size, len(model.spec))
+    if found != (manifest.kind, manifest.outputs.size, len(manifest.state)):
         raise MismatchError(
-            f"{bundle.path} has {len(manifest.state)} state tensors and {manifest.vocab_size} tokens, "
-            f"{source} has {len(model.spec)} and {model.vocab_size}; give the source that it was exported from"
+            f"{bundle.path} is a {manifest.kind} with {manifest.outputs.size} outputs and {len(manifest.state)} "
+            f"state tensors, {source} a {found[0]} with {found[1]} and {found[2]}; "
+            "give the source that it was exported from"
         )
     return run_gate(bundle.path, model, manifest.target, progress or Silent())
 
@@ -130,16 +140,21 @@ def make_manifest(
 ) -> Manifest:
     dtype = _DTYPE_NAMES[DTYPES[options.dtype]]
     growth = model.growth(options.target)
-    generation = model.generation
+    generation, answer = model.generation, model.signature.outputs
     return Manifest(
         format=FORMAT,
         tfmx=__version__,
         tools={name: importlib.metadata.version(name).split("+")[0] for name in _TOOLS},
         source=SourceInfo(kind=model.kind, files=model.digests()),
+        kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
         opset=options.opset,
-        vocab_size=model.vocab_size,
+        inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
+        outputs=OutputInfo(
+            kind=answer.kind, name=answer.name, size=answer.size, pooled=answer.pooled, labels=answer.labels
+        ),
+        vocab_size=model.signature.vocab_size,
         max_context=model.max_context,
         model=model.model_info,
         graphs={kind: graph_info(kind, graph) for kind, graph in graphs.models.items()},
@@ -149,7 +164,7 @@ def make_manifest(
                 present=state.present,
                 dtype=dtype,  # type: ignore[arg-type]
                 shape=state.shape,
-                growth=state.growth if state.growth == "constant" else growth,  # type: ignore[arg-type]
+                growth=growth if state.growth == "append" else state.growth,  # type: ignore[arg-type]
             )
             for state in model.spec
         ),
@@ -157,11 +172,19 @@ def make_manifest(
             bos_token_id=generation.bos_token_id,
             eos_token_ids=generation.eos_token_ids,
             pad_token_id=generation.pad_token_id,
+            decoder_start_token_id=generation.decoder_start_token_id,
             sampling=dict(generation.sampling),
         ),
         parity=parity.certificate() if parity else None,
         files=files,
     )
+
+
+def _shown_layers(manifest: Manifest) -> tuple[int, ...]:
+    """The layers whose attention weights the bundle gives."""
+    names = [tensor.name for graph in manifest.graphs.values() for tensor in graph.outputs]
+    layers = {int(name.rpartition(".")[2]) for name in names if "attentions." in name}
+    return tuple(sorted(layers))
 
 
 def graph_info(kind: str, model: ir.Model) -> GraphInfo:

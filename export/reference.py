@@ -9,33 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..tfm_model.config import ModelConfig
-from ..tfm_model.decoder import Decoder
-from ..tfm_model.protocol import ExportableModule
+from ..tfm_model.config import ModelConfig, TokenInputs
+from ..tfm_model.layers import Reads
 from ..tfm_model.state import StateSpec, StateTensor
-from .cases import Case, warm_up_case
+from ..tfm_model.transformer import Outputs, Transformer
+from .cases import Case, Run, warm_up_case
+from .signature import Signature, model_signature
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 @dataclass(slots=True)
 class CaseOutputs:
-    """Of each run: logits (B, T, V), and of each state tensor what the run's real tokens wrote."""
+    """Main outputs of the runs that answer; and of all what else they gave for real elements: state, then maps."""
 
-    logits: list[Array] = field(default_factory=list)
+    main: list[Array] = field(default_factory=list)
     states: list[list[Array]] = field(default_factory=list)
 
 
 class Reference(Protocol):
+    signature: Signature
     spec: StateSpec
-    vocab_size: int
-    max_context: int
     precision: torch.dtype  # the bundle's
 
     def steps(self, cases: Sequence[Case]) -> int:
@@ -47,22 +47,25 @@ class Reference(Protocol):
 
 
 class Pasts:
-    """The caches that cases start with: what the model itself wrote for a few real sequences, in float64.
+    """The states that cases start with: what the model itself wrote for a few real sequences, in float64.
 
     Random numbers would not do: they put a trained model where rounding errors grow a hundredfold, by luck.
-    A past longer than the sequences repeats them.
+    A past longer than the sequences repeats them. (A fixed state is each case's own encoder's.)
     """
 
     def __init__(self, reference: Reference, progress: Callable[[], None]) -> None:
-        self._spec, self._precision = reference.spec, reference.precision
-        case = warm_up_case(reference.vocab_size, reference.max_context)
-        B, T = case.runs[0].input_ids.shape
+        self._spec = [state for state in reference.spec if state.growth != "fixed"]
+        self._precision = reference.precision
+        if reference.signature.kind == "encoder":
+            return
+        case = warm_up_case(reference.signature)
+        B, T = case.runs[-1].inputs.shape[:2]
         [outputs] = reference.run([case], None, torch.float64, progress)
         self._states = [
             torch.from_numpy(values.reshape(B, T, *values.shape[1:]))
             if _grows(state)
             else torch.from_numpy(values)
-            for values, state in zip(outputs.states[0], self._spec, strict=True)
+            for values, state in zip(outputs.states[-1], self._spec, strict=False)
         ]
 
     def state(self, index: int, case: Case) -> Tensor:
@@ -71,7 +74,7 @@ class Pasts:
         known = self._states[index].to(self._precision)
         rows = [known[row % len(known)] for row in range(B)]
         if not _grows(spec):
-            return torch.stack(rows) * (1 if P else 0)  # before the first token a recurrent state is zero
+            return torch.stack(rows) * (1 if P else 0)  # before the first element a recurrent state is zero
         values = torch.full((B, P, *known.shape[2:]), 1e3, dtype=self._precision)
         for row, (known_row, mask) in enumerate(zip(rows, case.past_mask, strict=True)):
             count = int(mask.sum())
@@ -84,20 +87,30 @@ def _grows(state: StateTensor) -> bool:
 
 
 def start(pasts: Pasts | None, case: Case, index: int, state: StateTensor, dtype: torch.dtype) -> Tensor:
+    """`index` counts the states that are not fixed."""
     if pasts is not None:
         return pasts.state(index, case).to(dtype)
     dims = {"batch_size": len(case.past_mask), "past_sequence_length": 0}
     return torch.zeros([dims[dim] if isinstance(dim, str) else dim for dim in state.shape], dtype=dtype)
 
 
-def written(present: Tensor, state: StateTensor, case: Case, run: int) -> Array:
-    """What a run's real tokens wrote into a state that grows by columns: (tokens, ...), row by row."""
+def written(present: Tensor, state: StateTensor, run: Run) -> Array:
+    """What a run's real elements wrote into a state that grows by columns: (elements, ...), row by row."""
     if not _grows(state):
         return np.asarray(present.numpy())
-    axis = state.shape.index("past_sequence_length")
-    T = case.runs[run].input_ids.shape[1]
+    axis, T = state.shape.index("past_sequence_length"), run.length
     new = present.narrow(axis, present.shape[axis] - T, T).movedim(axis, 1)
-    return np.asarray(new[torch.from_numpy(case.runs[run].is_real)].numpy())
+    return np.asarray(new[torch.from_numpy(run.is_real)].numpy())
+
+
+def real(values: Array, run: Run) -> Array:
+    """What belongs to real elements: (B, T, ...) → (elements, ...)."""
+    return values if run.attention_mask is None else values[run.is_real]
+
+
+def by_element(values: Array, run: Run) -> Array:
+    """The same of attention maps, or of an encoder's keys and values: (B, H, T, ...) → (elements, H, ...)."""
+    return real(np.moveaxis(values, 2, 1), run)
 
 
 class DecoderReference:
@@ -107,9 +120,9 @@ class DecoderReference:
         self, config: ModelConfig, precision: torch.dtype, read: Callable[[str, torch.dtype], Tensor]
     ) -> None:
         self.config, self.precision, self._read = config, precision, read
-        self.vocab_size, self.max_context = config.vocab_size, config.context
+        self.signature = model_signature(config)
         with torch.device("meta"):
-            self.spec = Decoder(config).state_spec()
+            self.spec = Transformer(config).state_spec()
 
     def steps(self, cases: Sequence[Case]) -> int:  # noqa: ARG002 - all go through a layer together
         return self.config.n_layers
@@ -119,45 +132,55 @@ class DecoderReference:
         self, cases: Sequence[Case], pasts: Pasts | None, dtype: torch.dtype, progress: Callable[[], None]
     ) -> list[CaseOutputs]:
         ends = self._part(0, dtype)  # embedding, tables and head
-        hidden = [[ends.embedding(torch.from_numpy(run.input_ids)) for run in case.runs] for case in cases]
+        hidden = [
+            [ends.embedding(*map(torch.from_numpy, (run.inputs, run.position_ids))) for run in case.runs]
+            for case in cases
+        ]
         results = [CaseOutputs(states=[[] for _ in case.runs]) for case in cases]
+        maps: list[list[list[Array]]] = [[[] for _ in case.runs] for case in cases]
         for layer in range(self.config.n_layers):
             block = self._part(layer + 1, dtype).blocks[0]
-            for case, xs, result in zip(cases, hidden, results, strict=True):
-                self._run_block(layer, block, ends, case, pasts, xs, result)
+            for case, xs, result, found in zip(cases, hidden, results, maps, strict=True):
+                self._run_block(layer, block, ends, case, pasts, xs, result, found)
             progress()
-        for xs, result in zip(hidden, results, strict=True):
-            result.logits = [np.asarray(ends.logits(x).numpy()) for x in xs]
+        for xs, result, found in zip(hidden, results, maps, strict=True):
+            result.main = [np.asarray(ends.logits(x).numpy()) for x in xs]
+            result.states = [states + weights for states, weights in zip(result.states, found, strict=True)]
         return results
 
     def _run_block(
         self,
         layer: int,
         block: torch.nn.Module,
-        ends: Decoder,
+        ends: Transformer,
         case: Case,
         pasts: Pasts | None,
         xs: list[Tensor],
         result: CaseOutputs,
+        maps: list[list[Array]],
     ) -> None:
         states = self.spec[2 * layer : 2 * layer + 2]
-        dtype = ends.norm.weight.dtype
-        key, value = (start(pasts, case, 2 * layer + i, state, dtype) for i, state in enumerate(states))
+        dtype = ends.embed.weight.dtype
+        state = [start(pasts, case, 2 * layer + i, spec, dtype) for i, spec in enumerate(states)]
         for index, run in enumerate(case.runs):
             mask, positions = torch.from_numpy(run.attention_mask), torch.from_numpy(run.position_ids)
-            xs[index], key, value = block(xs[index], mask, positions, ends.rotary(positions), key, value)
-            result.states[index] += [
-                written(t, s, case, index) for t, s in zip((key, value), states, strict=True)
-            ]
+            xs[index], state, weights = block(xs[index], Reads(mask, positions, ends.rotary(positions)), state)
+            result.states[index] += [written(t, s, run) for t, s in zip(state, states, strict=True)]
+            maps[index] += [by_element(np.asarray(part.numpy()), run) for part in weights if part is not None]
 
-    def _part(self, part: int, dtype: torch.dtype) -> Decoder:
+    def _part(self, part: int, dtype: torch.dtype) -> Transformer:
         """Part 0 is the model without its layers; part n has layer n-1 and nothing else."""
-        layer = part - 1
-        config = replace(self.config, n_layers=1, windows=(self.config.window(max(layer, 0)),))
+        layer = max(part - 1, 0)
+        config = replace(
+            self.config,
+            n_layers=1,
+            windows=(self.config.window(layer),),
+            attention_outputs=(0,) if part and layer in self.config.attention_outputs else (),
+        )
         if part:
-            config = replace(config, vocab_size=1, context=1)
+            config = replace(config, inputs=TokenInputs(vocab_size=1), context=1, positions=None)
         with torch.device("meta"):
-            model = Decoder(config)
+            model = Transformer(config)
         if part and model.has_rotary_tables:
             del model.cos, model.sin
         if part == 0:
@@ -171,24 +194,46 @@ class DecoderReference:
         model.load_state_dict(
             {name: self._read(source, dtype) for name, source in wanted}, strict=False, assign=True
         )
-        if part == 0 and config.tied_head:
-            model.head.weight = model.embed.weight
-        if part == 0 and model.has_rotary_tables:
-            model.set_rotary_tables(dtype)
+        if part == 0:
+            self._finish_ends(model, dtype)
         return model.eval()
 
+    def _finish_ends(self, model: Transformer, dtype: torch.dtype) -> None:
+        if self.config.head.tied:
+            model.head.weight = model.embed.weight
+        if model.has_rotary_tables:
+            model.set_rotary_tables(dtype)
+        if model.embed.positions is not None and model.embed.positions.has_table:
+            model.embed.positions.set_table(self.precision)
+            model.embed.positions.to(dtype)
 
-class ModuleReference:
-    """A user's own module, run whole."""
 
-    def __init__(self, build: Callable[[], ExportableModule], precision: torch.dtype) -> None:
-        self._build, self.precision = build, precision
-        module = build()
-        self.spec, self.vocab_size, self.max_context = (
-            module.state_spec(),
-            module.vocab_size,
-            module.max_context,
-        )
+class WholeModel(Protocol):
+    """A model that is run whole: a Transformer, or a user's own module behind `OwnModule`."""
+
+    def state_spec(self) -> StateSpec: ...
+
+    def encode(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Outputs: ...
+
+    def step(
+        self,
+        inputs: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        state: list[Tensor],
+        encoder_attention_mask: Tensor | None = None,
+    ) -> Outputs: ...
+
+    def to(self, dtype: torch.dtype) -> WholeModel: ...
+
+    def eval(self) -> WholeModel: ...
+
+
+class WholeReference:
+    def __init__(
+        self, build: Callable[[], WholeModel], signature: Signature, spec: StateSpec, precision: torch.dtype
+    ) -> None:
+        self._build, self.signature, self.spec, self.precision = build, signature, spec, precision
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)
@@ -197,25 +242,48 @@ class ModuleReference:
     def run(
         self, cases: Sequence[Case], pasts: Pasts | None, dtype: torch.dtype, progress: Callable[[], None]
     ) -> list[CaseOutputs]:
-        module = self._build().to(self.precision).to(dtype).eval()
-        return [self._run_case(module, case, pasts, dtype, progress) for case in cases]
+        model = self._build().to(self.precision).to(dtype).eval()
+        results = []
+        for case in cases:
+            results.append(self._run_case(model, case, pasts, dtype))
+            progress()
+        return results
 
     def _run_case(
-        self,
-        module: ExportableModule,
-        case: Case,
-        pasts: Pasts | None,
-        dtype: torch.dtype,
-        progress: Callable[[], None],
+        self, model: WholeModel, case: Case, pasts: Pasts | None, dtype: torch.dtype
     ) -> CaseOutputs:
         result = CaseOutputs()
-        state = [start(pasts, case, i, s, dtype) for i, s in enumerate(self.spec)]
-        for index, run in enumerate(case.runs):
-            ids, mask, positions = map(
-                torch.from_numpy, (run.input_ids, run.attention_mask, run.position_ids)
-            )
-            logits, state = module(ids, mask, positions, state)
-            result.logits.append(np.asarray(logits.numpy()))
-            result.states.append([written(t, s, case, index) for t, s in zip(state, self.spec, strict=True)])
-        progress()
+        moving = [state for state in self.spec if state.growth != "fixed"]
+        state = [start(pasts, case, index, spec, dtype) for index, spec in enumerate(moving)]
+        fixed: list[Tensor] = []
+        source = case.runs[0] if self.signature.kind == "encoder-decoder" else None
+        source_mask = None
+        for run in case.runs:
+            inputs = torch.from_numpy(run.inputs)
+            inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+            mask = None if run.attention_mask is None else torch.from_numpy(run.attention_mask)
+            if run.graph == "encode":
+                outputs = model.encode(inputs, mask)
+                source_mask, fixed = mask, outputs.state
+                extra = [by_element(np.asarray(part.numpy()), run) for part in fixed]
+                names = self.signature.encoder_map_names
+            else:
+                assert mask is not None
+                positions = torch.from_numpy(run.position_ids)
+                outputs = model.step(inputs, mask, positions, interleaved(self.spec, state, fixed), source_mask)
+                state = outputs.state
+                extra = [written(part, spec, run) for part, spec in zip(state, moving, strict=True)]
+                names = self.signature.map_names
+            main = np.asarray(outputs.main.numpy())
+            if run is not source:
+                result.main.append(main)
+            else:
+                extra.insert(0, real(main, run))
+            result.states.append(extra + [by_element(np.asarray(outputs.maps[name].numpy()), run) for name in names])
         return result
+
+
+def interleaved(spec: StateSpec, moving: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
+    """The whole state in the order of the spec."""
+    parts = {True: iter(fixed), False: iter(moving)}
+    return [next(parts[state.growth == "fixed"]) for state in spec]

@@ -13,22 +13,24 @@ import torch
 
 from .. import InputError
 from ..runtime.bundle import FileInfo, file_info
-from ..tfm_model.checkpoint import Checkpoint, GenerationDefaults, read_finite
-from ..tfm_model.config import ModelConfig
-from ..tfm_model.decoder import Decoder
+from ..tfm_model.checkpoint import Checkpoint, CheckpointKind, GenerationDefaults, read_finite
+from ..tfm_model.config import AttentionConfig, HeadConfig, ModelConfig, TokenInputs
+from ..tfm_model.inputs import position_table
+from ..tfm_model.presets import PRESET, preset_checkpoint
 from ..tfm_model.rotary import rotary_tables
 from ..tfm_model.source import is_python_source, open_checkpoint
-from ..tfm_model.state import StateSpec
-from .lower_portable import COLUMNS
+from ..tfm_model.state import StateSpec, model_state
+from ..tfm_model.transformer import Transformer
+from .lower_basic import COLUMNS
 from .progress import Progress
 from .reference import DecoderReference, Reference
-from .stitch import GraphKind, Target, WeightPlan, dims, stitch_decoder
+from .signature import Signature, model_signature
+from .stitch import GRAPHS_OF_KIND, POSITION_TABLE, GraphKind, Target, WeightPlan, dims, keeps_slots, stitch_decoder
 from .trace import trace_decoder
 from .weights import StoredTensor, torch_dtype
 
-KINDS: tuple[GraphKind, ...] = ("prefill", "decode")
 MIN_CONTEXT = 2  # a prompt of one token, and one answer
-SourceKind = Literal["gguf", "huggingface", "python"]
+Layers = tuple[int, ...] | Literal["all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,11 @@ class Graphs:
 
 
 class Source(Protocol):
-    """A model that can be exported: a checkpoint of a built-in decoder, or a user's own module."""
+    """A model that can be exported: a decoder that is stamped layer by layer, or anything that is traced whole."""
 
-    kind: SourceKind
+    kind: CheckpointKind
+    signature: Signature
     spec: StateSpec
-    vocab_size: int
     max_context: int
     model_info: dict[str, object]
     generation: GenerationDefaults
@@ -57,22 +59,81 @@ class Source(Protocol):
     def reference(self) -> Reference: ...
 
 
-def open_source(source: str, dtype: ir.DataType, max_context: int | None) -> Source:
+def open_source(
+    source: str, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()
+) -> Source:
     if is_python_source(source):
-        from .module import ModuleSource
+        from .python_source import open_python
 
-        return ModuleSource(source, dtype, max_context)
-    return CheckpointSource(open_checkpoint(source), dtype, max_context)
+        return open_python(source, dtype, max_context, attentions)
+    checkpoint = preset_checkpoint(source) if source.startswith(PRESET) else open_checkpoint(source)
+    return checkpoint_source(checkpoint, dtype, max_context, attentions)
+
+
+def checkpoint_source(
+    checkpoint: Checkpoint, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()
+) -> Source:
+    config = with_attentions(_with_context(checkpoint.config, max_context), attentions)
+    checkpoint = replace(checkpoint, config=config)
+    if can_stamp(config):
+        return CheckpointSource(checkpoint, dtype)
+    from .whole import WholeSource
+
+    return WholeSource(
+        filled(checkpoint),
+        model_signature(config),
+        dtype,
+        kind=checkpoint.kind,
+        files={path.name: file_info(path) for path in checkpoint.files},
+        model_info=dataclasses.asdict(config),
+        generation=checkpoint.generation,
+        texts=downstream_texts(checkpoint),
+    )
+
+
+def can_stamp(config: ModelConfig) -> bool:
+    """Whether it is a decoder of tokens whose attention every target has fused ops for."""
+    if config.kind != "decoder" or not isinstance(config.mixer, AttentionConfig):
+        return False
+    plain = config.mixer.similarity == "asymmetric" and config.mixer.combination == "concat"
+    special = config.mixer.relative or config.mixer.random_features
+    of_tokens = isinstance(config.inputs, TokenInputs) and config.head == replace(
+        HeadConfig(), tied=config.head.tied, bias=config.head.bias, softcap=config.head.softcap
+    )
+    return of_tokens and plain and not special
+
+
+def filled(checkpoint: Checkpoint) -> Transformer:
+    """The module with the checkpoint's weights."""
+    model = Transformer(checkpoint.config)
+    dtype = torch.get_default_dtype()
+    weights = {name: read_finite(tensor, dtype) for name, tensor in checkpoint.tensors.items()}
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def with_attentions(config: ModelConfig, layers: Layers) -> ModelConfig:
+    """The same with these layers' attention weights as outputs, in the encoder too if there is one."""
+    if not layers:
+        return config
+    chosen = tuple(range(config.n_layers)) if layers == "all" else layers
+    config = replace(config, attention_outputs=chosen)
+    if config.encoder is not None:
+        inside = tuple(layer for layer in chosen if layer < config.encoder.n_layers)
+        all_inside = tuple(range(config.encoder.n_layers)) if layers == "all" else inside
+        config = replace(config, encoder=replace(config.encoder, attention_outputs=all_inside))
+    return config
 
 
 class CheckpointSource:
-    def __init__(self, checkpoint: Checkpoint, dtype: ir.DataType, max_context: int | None) -> None:
+    """A decoder that is stamped layer by layer: neither its weights nor its layers are ever in memory together."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: ir.DataType) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
-        self.kind: SourceKind = "gguf" if checkpoint.kind == "gguf" else "huggingface"
-        self.config = config = _with_context(checkpoint, max_context)
-        self.vocab_size, self.max_context = config.vocab_size, config.context
-        with torch.device("meta"):
-            self.spec = Decoder(replace(config, context=1)).state_spec()
+        self.kind: CheckpointKind = checkpoint.kind
+        self.config = config = checkpoint.config
+        self.signature, self.max_context = model_signature(config), config.context
+        self.spec = model_state(config)
         self.model_info: dict[str, object] = dataclasses.asdict(config)
         self.generation = checkpoint.generation
         self.texts = downstream_texts(checkpoint)
@@ -81,23 +142,26 @@ class CheckpointSource:
         return {path.name: file_info(path) for path in self._checkpoint.files}
 
     def growth(self, target: Target) -> str:
-        return "append" if target == "portable" else "capacity"
+        return "capacity" if keeps_slots(self.config, target) else "append"
 
     def graphs(self, target: Target, opset: int, progress: Progress) -> Graphs:
         progress.stage("tracing", 1)
         fragments = trace_decoder(self.config, torch_dtype(self._dtype))
         progress.advance()
-        tied = {"head.weight": "embed.weight"} if self.config.tied_head else {}
+        tied = {"head.weight": "embed.weight"} if self.config.head.tied else {}
         plan = WeightPlan(self._dtype, tied)
-        progress.stage("stitching", len(KINDS))
+        kinds = GRAPHS_OF_KIND["decoder"]
+        progress.stage("stitching", len(kinds))
         models: dict[GraphKind, ir.Model] = {}
-        for kind in KINDS:
+        for kind in kinds:
             models[kind] = stitch_decoder(kind, self.config, fragments, self.spec, target, opset, plan)
             progress.advance()
         return Graphs(models, stored_tensors(models.values(), lambda value: self._reader(value, plan)))
 
     def _reader(self, value: ir.Value, plan: WeightPlan) -> Callable[[], torch.Tensor]:
         name, dtype = str(value.name), torch_dtype(self._dtype)
+        if name == POSITION_TABLE:
+            return lambda: position_table(self.config).to(dtype)
         if name in plan.weights:
             tensor = self._checkpoint.tensors[name]
             if plan.is_column(name):
@@ -132,14 +196,17 @@ def stored_tensors(
     return list(tensors.values())
 
 
-def _with_context(checkpoint: Checkpoint, max_context: int | None) -> ModelConfig:
-    config = checkpoint.config
-    if config.context < MIN_CONTEXT:
+def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
+    if config.context < MIN_CONTEXT and config.kind != "encoder":
         raise InputError(f"the model's context is {config.context}, wanted at least {MIN_CONTEXT}")
     if max_context is None:
         return config
     if max_context < MIN_CONTEXT:
         raise InputError(f"--max-context is {max_context}, wanted at least {MIN_CONTEXT}")
+    if not can_stamp(config) or config.positions is not None:
+        if max_context == config.context:
+            return config
+        raise InputError(f"--max-context is {max_context}, but this model is made for {config.context} positions")
     rotary = config.attention.rotary
     stretches = rotary is not None and rotary.scaling is not None and rotary.scaling.kind == "dynamic"
     if max_context > config.context and not stretches:

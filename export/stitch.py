@@ -20,13 +20,20 @@ import onnx_ir as ir
 from ..tfm_model.config import ModelConfig
 from ..tfm_model.state import StateSpec
 from .builder import Builder
-from .lower_ort import OrtLowering, fuse_skip_norms
-from .lower_portable import FLOAT, INT64, GraphInputs, PortableLowering
+from .lower_ort import FusedLowering, OrtLowering, fuse_skip_norms
+from .lower_basic import FLOAT, INT64
+from .lower_portable import PortableLowering
 from .trace import DecoderFragments, Fragment
 
 Target = Literal["ort", "portable"]
-GraphKind = Literal["prefill", "decode", "select", "sample"]
+GraphKind = Literal["encode", "prefill", "decode", "select", "sample"]
+GRAPHS_OF_KIND: dict[str, tuple[GraphKind, ...]] = {
+    "decoder": ("prefill", "decode"),
+    "encoder": ("encode",),
+    "encoder-decoder": ("encode", "prefill", "decode"),
+}
 ROTARY_TABLES = ("rotary.cos", "rotary.sin")
+POSITION_TABLE = "embed.positions.table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +121,10 @@ def stitch_decoder(
     plan: WeightPlan,
 ) -> ir.Model:
     builder = Builder(kind, opset)
-    inputs = graph_inputs(builder, kind, with_positions=target == "portable")
-    kind_of = PortableLowering if target == "portable" else OrtLowering
-    lowering = kind_of(builder, inputs, plan.dtype, config.context, is_decode=kind == "decode")
+    length: int | str = "sequence_length" if kind == "prefill" else 1
+    input_ids = builder.input("input_ids", INT64, ["batch_size", length])
+    mask = builder.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
+    lowering, token_ids, positions = _lowering(builder, config, target, plan.dtype, input_ids, mask)
     pasts = [builder.input(state.past, plan.dtype, state.shape) for state in spec]
     keep = keep_input(builder) if kind == "prefill" else None
     plan.see(fragments.embedding, "")
@@ -125,26 +133,29 @@ def stitch_decoder(
         for layer in range(config.n_layers):
             plan.see(fragment, f"blocks.{layer}.")
 
-    [x] = stamp(fragments.embedding, [lowering.token_ids()], "", lowering, plan)
-    rotary = _rotary(builder, config, fragments, lowering, plan)
+    [x] = stamp(fragments.embedding, [token_ids, positions], "", lowering, plan)
+    rotary = _rotary(builder, config, fragments, positions, lowering, plan)
     presents: list[ir.Value] = []
-    unused = inputs.attention_mask  # stands for position_ids where the lowering derives them
-    positions = inputs.position_ids or unused
+    maps: dict[int, ir.Value] = {}
     for layer in range(config.n_layers):
         builder.scope = prefix = f"blocks.{layer}"
         block = fragments.blocks[config.window(layer)]
-        arguments = [x, inputs.attention_mask, positions, *pasts[2 * layer : 2 * layer + 2], *rotary]
-        x, key, value = stamp(block, arguments, f"{prefix}.", lowering, plan)
+        arguments = [x, mask, positions, *pasts[2 * layer : 2 * layer + 2], *rotary]
+        x, key, value, *weights = stamp(block, arguments, f"{prefix}.", lowering, plan)
         presents += [key, value]
+        maps |= {layer: part for part in weights if layer in config.attention_outputs}
     builder.scope = "head"
     if keep is not None:
         x = lowering.select(x, keep)
     [logits] = stamp(fragments.head, [x], "", lowering, plan)
 
-    length: int | str = "logits_length" if kind == "prefill" else 1
-    builder.output(logits, "logits", FLOAT, ["batch_size", length, config.vocab_size])
+    kept: int | str = "logits_length" if kind == "prefill" else 1
+    builder.output(logits, "logits", FLOAT, ["batch_size", kept, config.vocab_size])
     for state, present in zip(spec, presents, strict=True):
         builder.output(present, state.present, plan.dtype, present_shape(state.shape, lowering.growth))
+    for layer, weights in maps.items():
+        shape = ["batch_size", config.attention.n_heads, length, "total_sequence_length"]
+        builder.output(weights, f"attentions.{layer}", plan.dtype, shape)
     builder.nodes = fuse_skip_norms(builder.nodes, builder.outputs) if target == "ort" else builder.nodes
     return builder.model()
 
@@ -155,13 +166,28 @@ def dims(value: ir.Value) -> tuple[int, ...]:
     return value.shape.numpy()
 
 
-def graph_inputs(builder: Builder, kind: GraphKind, *, with_positions: bool) -> GraphInputs:
-    length: int | str = "sequence_length" if kind == "prefill" else 1
-    return GraphInputs(
-        input_ids=builder.input("input_ids", INT64, ["batch_size", length]),
-        attention_mask=builder.input("attention_mask", INT64, ["batch_size", "total_sequence_length"]),
-        position_ids=builder.input("position_ids", INT64, ["batch_size", length]) if with_positions else None,
-    )
+def keeps_slots(config: ModelConfig, target: Target) -> bool:
+    """Whether attention is the fused op with a cache by slots; it keeps its weights to itself."""
+    return target == "ort" and not config.attention_outputs
+
+
+def _lowering(
+    builder: Builder,
+    config: ModelConfig,
+    target: Target,
+    dtype: ir.DataType,
+    input_ids: ir.Value,
+    mask: ir.Value,
+) -> tuple[PortableLowering, ir.Value, ir.Value]:
+    """And the tokens and positions that blocks get: the graph's own, or each row's real ones first."""
+    is_decode = builder.name == "decode"
+    if keeps_slots(config, target):
+        by_slots = OrtLowering(builder, dtype, config.context, input_ids, mask, is_decode=is_decode)
+        return by_slots, by_slots.token_ids(), by_slots.position_ids
+    kind = FusedLowering if target == "ort" else PortableLowering
+    assert input_ids.shape is not None
+    positions = builder.input("position_ids", INT64, list(input_ids.shape))
+    return kind(builder, dtype, config.context, is_decode=is_decode), input_ids, positions
 
 
 def keep_input(builder: Builder) -> ir.Value:
@@ -175,6 +201,7 @@ def _rotary(
     builder: Builder,
     config: ModelConfig,
     fragments: DecoderFragments,
+    positions: ir.Value,
     lowering: PortableLowering,
     plan: WeightPlan,
 ) -> list[ir.Value]:
@@ -182,7 +209,7 @@ def _rotary(
     if rotary is None:
         return []
     if fragments.rotary is not None:
-        return stamp(fragments.rotary, [lowering.position_ids()], "", lowering, plan)
+        return stamp(fragments.rotary, [positions], "", lowering, plan)
     return [builder.weight(name, plan.dtype, [config.context, rotary.dim // 2]) for name in ROTARY_TABLES]
 
 

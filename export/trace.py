@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..tfm_model.config import ModelConfig
-from ..tfm_model.decoder import Decoder
+from ..tfm_model.layers import Reads
+from ..tfm_model.transformer import Transformer
 
 # What torch.onnx's translation is asked for: no op that a fragment leaves outside domain `tfmx`
 # changed between this version and any opset that we write.
@@ -44,14 +45,14 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class DecoderFragments:
-    embedding: Fragment
+    embedding: Fragment  # of input_ids and position_ids
     rotary: Fragment | None  # position_ids → cos, sin: only where they depend on the length of the text
     blocks: dict[int | None, Fragment]  # by window: what makes one layer's block another graph
     head: Fragment
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     name: str
     run: Callable[..., object]
     inputs: Sequence[Tensor]
@@ -64,11 +65,14 @@ class _Piece:
 def trace_decoder(config: ModelConfig, dtype: torch.dtype) -> DecoderFragments:
     """All pieces in one trace, side by side: most of a trace's time does not depend on what is traced."""
     windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.n_layers)))
-    skeleton_config = replace(config, n_layers=len(windows), windows=windows, context=min(config.context, 8))
+    shown = tuple(range(len(windows))) if config.attention_outputs else ()
+    skeleton_config = replace(config, n_layers=len(windows), windows=windows, attention_outputs=shown)
+    if config.positions is None:
+        skeleton_config = replace(skeleton_config, context=min(config.context, 8))
     with FakeTensorMode(), _default_dtype(dtype):
-        skeleton = Decoder(skeleton_config).eval()
+        skeleton = Transformer(skeleton_config).eval()
         pieces = _pieces(skeleton, dtype)
-        fragments = _trace_pieces(skeleton, pieces)
+        fragments = trace_pieces(skeleton, pieces)
     return DecoderFragments(
         embedding=fragments["embedding"],
         rotary=fragments.get("rotary"),
@@ -77,7 +81,7 @@ def trace_decoder(config: ModelConfig, dtype: torch.dtype) -> DecoderFragments:
     )
 
 
-def _pieces(skeleton: Decoder, dtype: torch.dtype) -> list[_Piece]:
+def _pieces(skeleton: Transformer, dtype: torch.dtype) -> list[Piece]:
     attention, row = skeleton.config.attention, (0, 1)
 
     def ids() -> Tensor:  # a tensor given twice would become one input
@@ -91,26 +95,31 @@ def _pieces(skeleton: Decoder, dtype: torch.dtype) -> list[_Piece]:
 
     def block(index: int) -> _Piece:
         def run(x: Tensor, mask: Tensor, ids: Tensor, key: Tensor, value: Tensor, *rotary: Tensor) -> object:
-            return skeleton.blocks[index](x, mask, ids, rotary or None, key, value)
+            reads = Reads(mask, ids, (rotary[0], rotary[1]) if rotary else None)
+            x, state, weights = skeleton.blocks[index](x, reads, [key, value])
+            return x, *state, *(part for part in weights if part is not None)
 
         tables = [table.clone() for table in skeleton.rotary(ids()) or ()]
         mask = torch.ones(_B, _P + _T, dtype=torch.int64)
         table_axes = [(0,) if skeleton.has_rotary_tables else row for _ in tables]
         inputs = [x(), mask, ids(), cache(), cache(), *tables]
         name, axes = f"blocks.{index}", [row, row, row, (0, 2), (0, 2), *table_axes]
-        return _Piece(name, run, inputs, axes, 3, prefix=f"{name}.")
+        n_outputs = 4 if skeleton.config.attention_outputs else 3
+        return Piece(name, run, inputs, axes, n_outputs, prefix=f"{name}.")
 
     pieces = [
-        _Piece("embedding", skeleton.embedding, [ids()], [row], 1),
+        Piece("embedding", skeleton.embedding, [ids(), ids()], [row, row], 1),
         *[block(index) for index in range(len(skeleton.blocks))],
-        _Piece("head", skeleton.logits, [x()], [row], 1),
+        Piece("head", skeleton.logits, [x()], [row], 1),
     ]
     if attention.rotary is not None and not skeleton.has_rotary_tables:
-        pieces.append(_Piece("rotary", skeleton.rotary, [ids()], [row], 2))
+        pieces.append(Piece("rotary", skeleton.rotary, [ids()], [row], 2))
     return pieces
 
 
-def _trace_pieces(module: nn.Module, pieces: Sequence[_Piece]) -> dict[str, Fragment]:
+def trace_pieces(
+    module: nn.Module, pieces: Sequence[Piece], opset: int = TRACE_OPSET
+) -> dict[str, Fragment]:
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
         rest = iter(arguments)
         results: list[Tensor] = []
@@ -120,7 +129,7 @@ def _trace_pieces(module: nn.Module, pieces: Sequence[_Piece]) -> dict[str, Frag
         return tuple(results)
 
     inputs = [value for piece in pieces for value in piece.inputs]
-    graph = trace(module, run, inputs, [axes for piece in pieces for axes in piece.free_axes])
+    graph = trace(module, run, inputs, [axes for piece in pieces for axes in piece.free_axes], opset)
     graph_inputs, graph_outputs = iter(graph.inputs), iter(graph.outputs)
     return {
         piece.name: cut(

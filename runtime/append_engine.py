@@ -1,8 +1,8 @@
-"""Runs graphs whose cache grows by concatenation, and recurrent states of constant size.
+"""Runs graphs whose cache grows by concatenation, recurrent states, and what an encoder computed once.
 
 Ragged rows are padded on the left: padding columns stay in the cache and the mask hides them. A token's
 position is the number of real tokens before it in its row. Each run's presents are the next run's pasts,
-as they are: nothing is copied to the host.
+as they are: nothing is copied to the host. Fixed states are pasts that stay.
 """
 
 from __future__ import annotations
@@ -14,119 +14,161 @@ import numpy as np
 import numpy.typing as npt
 
 from .device_choice import DeviceLogits
-from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, check_room
+from .encoder import Encoded
+from .engine import CHUNK, Graphs, HostLogits, IntArray, Logits, Row, Wiring, check_room
+from .inputs import Array, pad_left
+from .manifest import StateInfo
 from .session import NUMPY_DTYPES, Session, ort_device, ort_value
 
-_PAD = 0  # any valid token: the mask hides it
 _SHRINK_FROM = 128  # columns: a shorter prefill leaves little in the arena
+
+_Value = tuple[Any, Array | None]  # an OrtValue, and the array whose memory it uses
 
 
 class AppendEngine:
-    def __init__(self, graphs: Graphs, batch: int) -> None:
+    def __init__(self, graphs: Graphs, batch: int, encoded: Encoded | None = None) -> None:
         self.lengths = [0] * batch
         self._graphs = graphs
+        self._wiring = Wiring.of(graphs.manifest)
         self._states = graphs.manifest.state
         self._host, self._here = ort_device("cpu"), ort_device(graphs.device.kind)
         self._mask = np.zeros((batch, 0), np.int64)  # (B, P): 1 where the cache holds a real token
-        self._inputs = [state.past for state in self._states]
-        self._outputs = [*(state.present for state in self._states), "logits"]
-        self._places = [self._here] * len(self._states) + [
-            self._host if graphs.chooser is None else self._here
-        ]
-        self._past: list[Any] = []  # OrtValues
-        self._memory: list[npt.NDArray[Any]] = []  # of those that were made from arrays
-        shapes = [(batch, *(0 if isinstance(dim, str) else dim for dim in s.shape[1:])) for s in self._states]
-        self._set_past(
-            [np.zeros(shape, NUMPY_DTYPES[s.dtype]) for s, shape in zip(self._states, shapes, strict=True)]
-        )
+        self._source_mask = np.zeros((batch, 0), np.int64) if encoded is None else encoded.mask  # (B, S)
+        self._past = [self._begin(state, batch, encoded) for state in self._states]
 
     @property
     def can_trim(self) -> bool:
         return all(state.growth != "constant" for state in self._states)
 
-    def prefill(self, rows: Sequence[Sequence[int]]) -> Logits:
-        return self._result(self._append(rows, keep=1)[-1])
+    def prefill(self, rows: Sequence[Row]) -> Logits:
+        return self._result(self._append(rows, keep=1, extras=())[-1][0])
 
-    def decode(self, tokens: Sequence[int] | IntArray) -> Logits:
+    def decode(self, tokens: Row) -> Logits:
         check_room(self._graphs.manifest, self.lengths, [1] * len(self.lengths))
-        ids = np.asarray(tokens, np.int64).reshape(-1, 1)  # (B, 1)
-        mask = np.concatenate((self._mask, np.ones_like(ids)), axis=1)
+        new = np.asarray(tokens, self._wiring.dtype)[:, None]  # (B, 1) or (B, 1, F)
+        mask = np.concatenate((self._mask, np.ones((len(new), 1), np.int64)), axis=1)
         positions = np.asarray(self.lengths, np.int64)[:, None]
-        logits = self._run(self._graphs.decoder(len(ids)), ids, mask, positions, keep=1, shrink=False)
+        output, *_ = self._run(self._graphs.decoder(len(new)), new, mask, positions, keep=1, shrink=False)
         self.lengths = [length + 1 for length in self.lengths]
-        return self._result(logits)
+        return self._result(output)
 
-    def score(self, row: Sequence[int]) -> FloatArray:
+    def score(self, row: Row, extras: Sequence[str] = ()) -> dict[str, Array]:
         assert len(self.lengths) == 1
-        return np.concatenate([logits.numpy()[0] for logits in self._append([row], keep=0)])
+        runs = self._append([row], keep=0, extras=extras)
+        outputs = [run[0].numpy()[0] for run in runs]
+        main = outputs[-1] if self._wiring.last_only else np.concatenate(outputs)
+        maps = [value.numpy()[0] for value in runs[-1][1:]]
+        return {self._wiring.output: main, **dict(zip(extras, maps, strict=True))}
 
     def keep(self, rows: Sequence[int]) -> None:
         index = list(rows)
-        mask = self._mask[index]
-        columns = np.asarray(mask.any(axis=0))  # a column that is padding in every row left can go
-        self._rewrite(index, columns)
-        self._mask, self.lengths = mask[:, columns], [self.lengths[row] for row in index]
+        mask, source_mask = self._mask[index], self._source_mask[index]
+        columns, source = _used(mask), _used(source_mask)
+        self._rewrite(index, columns, source)
+        self._mask, self._source_mask = mask[:, columns], source_mask[:, source]
+        self.lengths = [self.lengths[row] for row in index]
 
     def trim(self, length: int) -> None:
         assert self.can_trim
         mask = self._mask * (self._mask.cumsum(axis=1) <= length)
-        columns = np.asarray(mask.any(axis=0))
-        self._rewrite(list(range(len(self.lengths))), columns)
+        columns = _used(mask)
+        self._rewrite(list(range(len(self.lengths))), columns, _used(self._source_mask))
         self._mask, self.lengths = mask[:, columns], [min(length, old) for old in self.lengths]
 
-    def _append(self, rows: Sequence[Sequence[int]], *, keep: int) -> list[Any]:
-        """Run the rows, padded, in chunks of columns; gives the logits (OrtValues) of each chunk."""
+    def _begin(self, state: StateInfo, batch: int, encoded: Encoded | None) -> _Value:
+        if state.growth == "fixed":
+            assert encoded is not None
+            return encoded.outputs[state.present], None
+        shape = (batch, *(0 if isinstance(dim, str) else dim for dim in state.shape[1:]))
+        return self._value(np.zeros(shape, NUMPY_DTYPES[state.dtype]))
+
+    def _append(self, rows: Sequence[Row], *, keep: int, extras: Sequence[str]) -> list[list[Any]]:
+        """Run the rows, padded, in chunks of columns; gives the outputs (OrtValues) of each chunk.
+
+        Attention maps are had in one run: what was before a recurrent state is in no later map.
+        """
         counts = [len(row) for row in rows]
         check_room(self._graphs.manifest, self.lengths, counts)
+        data, new = pad_left(rows, self._wiring.tail, self._wiring.dtype)
         P, T = self._mask.shape[1], max(counts)
-        ids, new = np.full((len(rows), T), _PAD, np.int64), np.zeros((len(rows), T), np.int64)
-        for index, row in enumerate(rows):
-            ids[index, T - len(row) :], new[index, T - len(row) :] = row, 1
         mask = np.concatenate((self._mask, new), axis=1)  # (B, P+T)
         positions = (mask.cumsum(axis=1) - 1).clip(0)[:, P:]
-        before = self._past, self._memory, self._mask
-        logits = []
+        before = self._past, self._mask
+        step = T if extras else CHUNK
+        found = []
         try:
-            for start in range(0, T, CHUNK):
-                end = min(start + CHUNK, T)
-                parts = ids[:, start:end], mask[:, : P + end], positions[:, start:end]
+            for start in range(0, T, step):
+                end = min(start + step, T)
+                parts = data[:, start:end], mask[:, : P + end], positions[:, start:end]
                 shrink = end == T >= _SHRINK_FROM
-                logits.append(self._run(self._graphs.prefill, *parts, keep=keep, shrink=shrink))
+                found.append(self._run(self._graphs.prefill, *parts, keep=keep, shrink=shrink, extras=extras))
         except BaseException:  # also Ctrl-C: the old pasts are still whole
-            self._past, self._memory, self._mask = before
+            self._past, self._mask = before
             raise
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        return logits
+        return found
 
     def _run(
-        self, session: Session, ids: IntArray, mask: IntArray, positions: IntArray, *, keep: int, shrink: bool
-    ) -> Any:
-        """One run; its presents become the past. Gives the logits as an OrtValue."""
-        arrays = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        arrays["num_logits_to_keep"] = np.asarray(keep, np.int64)
+        self,
+        session: Session,
+        data: Array,
+        mask: IntArray,
+        positions: IntArray,
+        *,
+        keep: int,
+        shrink: bool,
+        extras: Sequence[str] = (),
+    ) -> list[Any]:
+        """One run; its presents become the past. Gives the main output and the extras as OrtValues."""
+        arrays = {self._wiring.input: data, "attention_mask": mask, "position_ids": positions}
+        arrays |= {
+            "num_logits_to_keep": np.asarray(keep, np.int64),
+            "encoder_attention_mask": self._source_mask,
+        }
         feeds = {n: np.require(array, requirements="C") for n, array in arrays.items() if n in session.takes}
-        names = [*self._inputs, *feeds]
-        values = [*self._past, *(ort_value(array, self._host) for array in feeds.values())]
-        *past, logits = session.run_values(names, values, self._outputs, self._places, shrink=shrink)
-        self._past, self._memory, self._mask = past, [], mask
-        return logits
+        carried = [state for state in self._states if state.growth != "fixed"]
+        place = self._host if self._graphs.chooser is None else self._here  # of the main output
+        found = session.run_values(
+            [*(state.past for state in self._states), *feeds],
+            [
+                *(value for value, _ in self._past),
+                *(ort_value(array, self._host) for array in feeds.values()),
+            ],
+            [*(state.present for state in carried), self._wiring.output, *extras],
+            [*[self._here] * len(carried), place, *[self._host] * len(extras)],
+            shrink=shrink,
+        )
+        presents = iter(found)
+        self._past = [
+            past if state.growth == "fixed" else (next(presents), None)
+            for state, past in zip(self._states, self._past, strict=True)
+        ]
+        self._mask = mask
+        return found[len(carried) :]
 
-    def _result(self, logits: Any) -> Logits:
-        B, T, V = logits.shape()
+    def _result(self, output: Any) -> Logits:
+        B, T, V = output.shape()
         if self._graphs.chooser is None or T != 1:
-            return HostLogits(logits.numpy()[:, -1])
-        return DeviceLogits(logits.data_ptr(), (B, V), lambda: logits.numpy()[:, -1], self._graphs.chooser)
+            return HostLogits(output.numpy()[:, -1])
+        return DeviceLogits(output.data_ptr(), (B, V), lambda: output.numpy()[:, -1], self._graphs.chooser)
 
-    def _rewrite(self, rows: list[int], columns: npt.NDArray[np.bool_]) -> None:
-        """Rebuild the state from some of its rows and cache columns, by way of the host."""
-        arrays = []
-        for state, value in zip(self._states, self._past, strict=True):
+    def _rewrite(
+        self, rows: list[int], columns: npt.NDArray[np.bool_], source: npt.NDArray[np.bool_]
+    ) -> None:
+        """Rebuild the state from some of its rows and of its cache's and source's columns, by way of the host."""
+        kept = {"append": columns, "fixed": source}
+        past = []
+        for state, (value, _) in zip(self._states, self._past, strict=True):
             array = value.numpy()[rows]
-            if state.growth == "append":
-                axis = next(i for i, dim in enumerate(state.shape) if i and isinstance(dim, str))
-                array = array.compress(columns, axis=axis)
-            arrays.append(np.ascontiguousarray(array))
-        self._set_past(arrays)
+            if state.growth in kept:
+                array = array.compress(kept[state.growth], axis=state.axis)
+            past.append(self._value(np.ascontiguousarray(array)))
+        self._past = past
 
-    def _set_past(self, arrays: list[npt.NDArray[Any]]) -> None:
-        self._past, self._memory = [ort_value(array, self._here) for array in arrays], arrays
+    def _value(self, array: Array) -> _Value:
+        return ort_value(array, self._here), array
+
+
+def _used(mask: IntArray) -> npt.NDArray[np.bool_]:
+    """The columns that are no padding in some row; the others can go."""
+    return np.asarray(mask.any(axis=0))

@@ -24,7 +24,9 @@ from .manifest import (
     FileInfo,
     GenerationInfo,
     GraphInfo,
+    InputInfo,
     Manifest,
+    OutputInfo,
     SourceInfo,
     StateInfo,
     TensorInfo,
@@ -40,7 +42,9 @@ __all__ = [
     "FileInfo",
     "GenerationInfo",
     "GraphInfo",
+    "InputInfo",
     "Manifest",
+    "OutputInfo",
     "SourceInfo",
     "StateInfo",
     "TensorInfo",
@@ -62,7 +66,7 @@ class Bundle:
     path: Path
     manifest: Manifest
     checked: bool  # the sha256 sums too
-    graphs: dict[str, bytes]  # by role: "prefill", "decode", "select"
+    graphs: dict[str, bytes]  # by role: "encode", "prefill", "decode", "select", "sample"
     summaries: dict[str, GraphSummary]
 
     @classmethod

@@ -9,12 +9,14 @@ reallocate a buffer that is too short, so room is made before every run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .device_buffer import DeviceBuffer
 from .device_choice import DeviceLogits
-from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, check_room
+from .engine import CHUNK, FloatArray, Graphs, HostLogits, IntArray, Logits, Row, Wiring, check_room
 from .manifest import BundleError
 from .session import NUMPY_DTYPES, Binding, Session
 
@@ -24,17 +26,16 @@ _SHRINK_FROM = 128  # tokens: a shorter prefill leaves little in the arena
 
 class CapacityEngine:
     def __init__(self, graphs: Graphs, batch: int, expected: int) -> None:
-        if "num_logits_to_keep" not in graphs.prefill.takes:
+        self._wiring = Wiring.of(graphs.manifest)
+        if "num_logits_to_keep" not in graphs.prefill.takes and not self._wiring.last_only:
             raise BundleError("a prefill graph with a cache of fixed capacity must take num_logits_to_keep")
         self.lengths = [0] * batch
         self._graphs = graphs
         self._states = graphs.manifest.state
-        self._axes = [
-            next(i for i, dim in enumerate(s.shape) if i and isinstance(dim, str)) for s in self._states
-        ]
+        self._axes = [state.axis for state in self._states]
         self._capacity = self._rounded(expected)
         self._buffers = [self._allocate(index, batch) for index in range(len(self._states))]
-        self._logits = DeviceBuffer((batch, 1, graphs.manifest.vocab_size), np.float32, graphs.device)
+        self._logits = DeviceBuffer((batch, 1, self._wiring.size), np.float32, graphs.device)
         self._decode_binding: Binding | None = None  # made anew when an address or the batch changes
 
     @property
@@ -45,7 +46,7 @@ class CapacityEngine:
     def capacity(self) -> int:
         return self._capacity
 
-    def prefill(self, rows: Sequence[Sequence[int]]) -> Logits:
+    def prefill(self, rows: Sequence[Row]) -> Logits:
         self._make_room([len(row) for row in rows])
         before = list(self.lengths)
         try:
@@ -56,32 +57,34 @@ class CapacityEngine:
             raise
         return self._result()
 
-    def decode(self, tokens: Sequence[int] | IntArray) -> Logits:
+    def decode(self, tokens: Row) -> Logits:
         self._make_room([1] * len(self.lengths))
-        ids = np.asarray(tokens, np.int64).reshape(-1, 1)  # (B, 1)
+        new = np.asarray(tokens, self._wiring.dtype)[:, None]  # (B, 1) or (B, 1, F)
         lengths = np.asarray(self.lengths, np.int64)[:, None]  # (B, 1)
-        mask = np.ones((len(ids), max(self.lengths) + 1), np.int64)  # (B, total): each row's past, zeros,
-        if len(ids) > 1:  # and the new token, whose column is the last in every row
+        mask = np.ones((len(new), max(self.lengths) + 1), np.int64)  # (B, total): each row's past, zeros,
+        if len(new) > 1:  # and the new token, whose column is the last in every row
             mask[:, :-1] = np.arange(mask.shape[1] - 1) < lengths
-        session = self._graphs.decoder(len(ids))
+        session = self._graphs.decoder(len(new))
         if self._decode_binding is None:
             self._decode_binding = self._bind_batch(session)
-        _bind_tokens(session, self._decode_binding, ids, mask, lengths)
+        self._bind_new(session, self._decode_binding, new, mask, lengths)
         session.run(self._decode_binding)
         self.lengths = [length + 1 for length in self.lengths]
         return self._result()
 
-    def score(self, row: Sequence[int]) -> FloatArray:
+    def score(self, row: Row, extras: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
         assert len(self.lengths) == 1
+        assert not extras  # the operator has none, and the manifest is refused
         self._make_room([len(row)])
-        logits: FloatArray = np.empty((1, len(row), self._graphs.manifest.vocab_size), np.float32)
+        columns = 1 if self._wiring.last_only else len(row)
+        output: FloatArray = np.empty((1, columns, self._wiring.size), np.float32)
         before = list(self.lengths)
         try:
-            self._prefill_row(0, row, logits)
+            self._prefill_row(0, row, output)
         except BaseException:
             self.lengths = before
             raise
-        return logits.reshape(logits.shape[1:])
+        return {self._wiring.output: output[0]}
 
     def keep(self, rows: Sequence[int]) -> None:
         for buffer, axis in zip(self._buffers, self._axes, strict=True):
@@ -93,23 +96,25 @@ class CapacityEngine:
     def trim(self, length: int) -> None:
         self.lengths = [min(length, old) for old in self.lengths]
 
-    def _prefill_row(self, index: int, row: Sequence[int], every: FloatArray | None = None) -> None:
+    def _prefill_row(self, index: int, row: Row, every: FloatArray | None = None) -> None:
         """One row in chunks; its last logits go to the batch's buffer, or those of every position to `every`."""
         session = self._graphs.prefill
         binding = session.binding()
         self._bind_cache(binding, index, 1)
-        binding.input_with_default("num_logits_to_keep", np.asarray(1 if every is None else 0, np.int64))
+        if "num_logits_to_keep" in session.takes:
+            binding.input_with_default("num_logits_to_keep", np.asarray(1 if every is None else 0, np.int64))
         if every is None:
             shape = (1, *self._logits.shape[1:])
-            binding.device_output("logits", np.float32, shape, self._logits.row_pointer(index))
+            binding.device_output(self._wiring.output, np.float32, shape, self._logits.row_pointer(index))
         for start in range(0, len(row), CHUNK):
-            ids = np.asarray([row[start : start + CHUNK]], np.int64)  # (1, T)
-            past, T = self.lengths[index], ids.shape[1]
-            _bind_tokens(
-                session, binding, ids, np.ones((1, past + T), np.int64), np.arange(past, past + T)[None]
+            new = np.asarray([row[start : start + CHUNK]], self._wiring.dtype)  # (1, T) or (1, T, F)
+            past, T = self.lengths[index], new.shape[1]
+            self._bind_new(
+                session, binding, new, np.ones((1, past + T), np.int64), np.arange(past, past + T)[None]
             )
             if every is not None:
-                binding.output("logits", every[:, start : start + T])
+                part = every if self._wiring.last_only else every[:, start : start + T]
+                binding.output(self._wiring.output, part)
             session.run(binding, shrink=start + T == len(row) >= _SHRINK_FROM)
             self.lengths[index] += T
 
@@ -137,10 +142,19 @@ class CapacityEngine:
             binding.device_input(state.past, buffer.dtype, shape, buffer.row_pointer(row))
             binding.device_output(state.present, buffer.dtype, shape, buffer.row_pointer(row))
 
+    def _bind_new(
+        self, session: Session, binding: Binding, new: npt.NDArray[Any], mask: IntArray, positions: IntArray
+    ) -> None:
+        binding.input(self._wiring.input, new)
+        if "attention_mask" in session.takes:
+            binding.input("attention_mask", mask)
+        if "position_ids" in session.takes:
+            binding.input("position_ids", np.ascontiguousarray(positions))
+
     def _bind_batch(self, session: Session) -> Binding:
         binding = session.binding()
         self._bind_cache(binding, 0, len(self.lengths))
-        binding.device_output("logits", np.float32, self._logits.shape, self._logits.pointer)
+        binding.device_output(self._wiring.output, np.float32, self._logits.shape, self._logits.pointer)
         if "num_logits_to_keep" in session.takes:
             binding.input_with_default("num_logits_to_keep", np.asarray(1, np.int64))
         return binding
@@ -151,13 +165,3 @@ class CapacityEngine:
             return HostLogits(logits.to_host()[:, 0])
         shape = (logits.shape[0], logits.shape[2])
         return DeviceLogits(logits.pointer, shape, lambda: logits.to_host()[:, 0], self._graphs.chooser)
-
-
-def _bind_tokens(
-    session: Session, binding: Binding, ids: IntArray, mask: IntArray, positions: IntArray
-) -> None:
-    binding.input("input_ids", ids)
-    if "attention_mask" in session.takes:
-        binding.input("attention_mask", mask)
-    if "position_ids" in session.takes:
-        binding.input("position_ids", np.ascontiguousarray(positions))

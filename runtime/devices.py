@@ -39,6 +39,7 @@ _HEAVY_OPS = frozenset(
         "Attention",
         "Gemm",
         "GroupQueryAttention",
+        "LSTM",
         "LayerNormalization",
         "MatMul",
         "MatMulNBits",

@@ -1,4 +1,4 @@
-"""What runs a batch of sequences: token ids in, logits of the last position out, the state in between.
+"""What runs a batch of sequences: tokens or vectors in, the last position's output out, the state in between.
 
 Two engines have the same face: `AppendEngine` for caches that grow by concatenation and for recurrent
 states, `CapacityEngine` for caches of fixed capacity that the graph writes in place.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,16 @@ from .device_choice import Drawn, open_chooser
 from .devices import Device
 from .manifest import BundleError, Manifest
 from .sampling import Draw, SamplingOptions
-from .session import Session
+from .session import NUMPY_DTYPES, Session
+
+if TYPE_CHECKING:
+    from .encoder import Encoded
 
 CHUNK = 512  # tokens a prefill run: bounds the memory of attention scores, large enough for full speed
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
+Row = Sequence[int] | npt.NDArray[Any]  # (T,) token ids, or (T, F) vectors
 
 
 class ContextFullError(TfmxError):
@@ -50,28 +54,38 @@ class Graphs:
         self._bundle = bundle
         self._threads = threads
         self._lean = lean
-        self.prefill = Session(bundle, "prefill", device, threads=threads)
-        self._decode: Session | None = None
+        self._sessions: dict[str, Session] = {}
         self._lock = threading.Lock()
+        for role in ("encode", "prefill"):  # what every input goes through; a fault shows at once
+            if role in bundle.graphs:
+                self.session(role)
         # choose the next token where the logits are; on the CPU numpy does it
         chooses = device.kind == "cuda" and {"select", "sample"} <= bundle.graphs.keys()
         self.chooser = open_chooser(bundle, device) if chooses else None
+
+    @property
+    def prefill(self) -> Session:
+        return self.session("prefill")
+
+    def session(self, role: str) -> Session:
+        """The session of a graph, loaded when it is first asked for."""
+        with self._lock:  # two threads must not load it twice
+            if role not in self._sessions:
+                self._sessions[role] = Session(self._bundle, role, self.device, threads=self._threads)
+            return self._sessions[role]
 
     def decoder(self, batch: int) -> Session:
         """The session for decode steps of so many rows."""
         if self._lean and batch == 1:
             return self.prefill
-        with self._lock:  # two threads must not load it twice
-            if self._decode is None:
-                self._decode = Session(self._bundle, "decode", self.device, threads=self._threads)
-            return self._decode
+        return self.session("decode")
 
 
 class Logits(Protocol):
-    """The logits of a batch's last position, where they are. Valid until the engine's next call."""
+    """The main output of a batch's last position, where it is. Valid until the engine's next call."""
 
     def numpy(self) -> FloatArray:
-        """(B, V) on the host."""
+        """(B, V) on the host; V is the outputs' size."""
 
     def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """The largest logit's token (B,), and whether the row's logits are all finite (B,)."""
@@ -90,14 +104,17 @@ class Engine(Protocol):
     @property
     def can_trim(self) -> bool: ...
 
-    def prefill(self, rows: Sequence[Sequence[int]]) -> Logits:
+    def prefill(self, rows: Sequence[Row]) -> Logits:
         """Append tokens to each row, at least one; ragged rows are fine. After a failure nothing was appended."""
 
-    def decode(self, tokens: Sequence[int] | IntArray) -> Logits:
-        """Append one token to each row."""
+    def decode(self, tokens: Row) -> Logits:
+        """Append one token, (B,), or one vector, (B, F), to each row."""
 
-    def score(self, row: Sequence[int]) -> FloatArray:
-        """Append tokens to a batch of one, giving the logits of every position (T, V)."""
+    def score(self, row: Row, extras: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
+        """Append to a batch of one, giving the main output of every position, (T, V), and attention maps, (H, T, P+T).
+
+        (1, V) where the graph gives only the last position's.
+        """
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these (ascending)."""
@@ -106,17 +123,42 @@ class Engine(Protocol):
         """Forget all but the first `length` tokens of each row."""
 
 
-def open_engine(graphs: Graphs, batch: int, expected: int) -> Engine:
-    """An engine for `batch` new sequences that are expected to reach `expected` tokens."""
+def open_engine(graphs: Graphs, batch: int, expected: int, encoded: Encoded | None = None) -> Engine:
+    """An engine for `batch` new sequences that are expected to reach `expected` tokens.
+
+    `encoded`: what the encode graph of an encoder-decoder made of their sources.
+    """
     from .append_engine import AppendEngine
     from .capacity_engine import CapacityEngine
 
     growths = {entry.growth for entry in graphs.manifest.state}
     if "capacity" not in growths:
-        return AppendEngine(graphs, batch)
+        return AppendEngine(graphs, batch, encoded)
     if growths != {"capacity"}:
         raise BundleError("this bundle mixes growth capacity and constant, which this tfmx cannot run")
     return CapacityEngine(graphs, batch, expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Which inputs and outputs of the prefill and decode graphs carry the sequence."""
+
+    input: str
+    dtype: type[np.generic]
+    tail: tuple[int, ...]  # of one element: () for a token, (F,) for a vector
+    output: str
+    size: int
+    last_only: bool  # the graph gives one position, the last, whatever it is asked for
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Wiring:
+        graph, outputs = manifest.graphs["prefill"], manifest.outputs
+        main, output = graph.input(manifest.main_input("prefill")), graph.output(outputs.name)
+        assert main is not None
+        assert output is not None
+        tail = tuple(dim for dim in main.shape[2:] if isinstance(dim, int))
+        last_only = output.shape[1] == 1
+        return cls(main.name, NUMPY_DTYPES[main.dtype], tail, outputs.name, outputs.size, last_only)
 
 
 def check_room(manifest: Manifest, lengths: Sequence[int], new: Sequence[int]) -> None:

@@ -112,10 +112,21 @@ def make_row(
 
 
 def run_rows(
-    engine: Engine, rows: list[Row], options: SamplingOptions, seed: int, *, started: float, cached: int = 0
+    engine: Engine,
+    rows: list[Row],
+    options: SamplingOptions,
+    seed: int,
+    *,
+    started: float,
+    cached: int = 0,
+    source_tokens: int = 0,
 ) -> Iterator[Step]:
-    """Generate until every row is done. The engine holds the first `cached` tokens of a single row already."""
-    statistics = Statistics(prompt_tokens=sum(len(row.prompt_ids) for row in rows), cached_tokens=cached)
+    """Generate until every row is done.
+
+    The engine holds the first `cached` tokens of a single row already. `source_tokens`: what an encoder has read.
+    """
+    prompt_tokens = source_tokens + sum(len(row.prompt_ids) for row in rows)
+    statistics = Statistics(prompt_tokens=prompt_tokens, cached_tokens=cached)
     active, step = rows, 0
     logits = engine.prefill([row.prompt_ids[cached:] for row in rows])
     while True:

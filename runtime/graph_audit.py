@@ -36,6 +36,8 @@ _ATTRIBUTE: Schema = {
     1: ("name", "text"), 2: ("f", "float"), 3: ("i", "int"), 4: ("s", "bytes"), 5: ("t", "message"),
     7: ("floats", "floats"), 8: ("ints", "ints"), 13: ("doc_string", "text"), 20: ("type", "int"),
 }  # fmt: skip
+_LSTM_ATTRIBUTE: Schema = {**_ATTRIBUTE, 9: ("strings", "texts")}  # the one operator that has names in a list
+_LSTM_ACTIVATIONS = {"Sigmoid", "Tanh"}
 _TENSOR: Schema = {
     1: ("dims", "ints"), 2: ("data_type", "int"), 4: ("float_data", "floats"), 5: ("int32_data", "ints"),
     7: ("int64_data", "ints"), 8: ("name", "text"), 9: ("raw_data", "bytes"), 12: ("doc_string", "text"),
@@ -56,7 +58,8 @@ _ITEM_SIZES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2}  # float, uint8, int8,
 _DTYPES = {1: "float32", 6: "int32", 7: "int64", 10: "float16"}
 _EXTERNAL = 1  # TensorProto.DataLocation
 _INT_LIMIT = 2**31  # attributes beyond it have crashed onnxruntime, and none of ours comes near
-_PACKED_OPS = {"MatMul", "Gemm", "MatMulNBits"}  # whose constant second input a session may copy, pre-packed
+# how many constant inputs, from the second on, a session may copy, pre-packed
+_PACKED_OPS = {"MatMul": 1, "Gemm": 1, "MatMulNBits": 1, "LSTM": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +97,7 @@ def _audit_model(data: memoryview, info: GraphInfo, weights_size: int) -> GraphS
     for view in graph.views("node"):
         node = read_message(view, _NODE, "a node")
         ops[_audit_node(node, opsets, weights_size)] += 1
-        if node.text("op_type") in _PACKED_OPS:
-            packable.update(node.texts("input")[1:2])
+        packable.update(node.texts("input")[1 : 1 + _PACKED_OPS.get(node.text("op_type"), 0)])
     _audit_values(graph, "input", info.inputs)
     _audit_values(graph, "output", info.outputs)
     return GraphSummary(
@@ -127,7 +129,12 @@ def _audit_node(node: Message, opsets: dict[str, int], weights_size: int) -> str
     if domain not in opsets:
         raise WireError(f"it uses {name} without importing its opset")
     for view in node.views("attribute"):
-        attribute = read_message(view, _ATTRIBUTE, f"an attribute of {name}")
+        schema = _LSTM_ATTRIBUTE if name == "LSTM" else _ATTRIBUTE
+        attribute = read_message(view, schema, f"an attribute of {name}")
+        if not _LSTM_ACTIVATIONS.issuperset(attribute.texts("strings")):
+            raise WireError(
+                f"{name} has the attribute {attribute.text('name')} = {attribute.texts('strings')}"
+            )
         for number in attribute.numbers("i") + attribute.numbers("ints"):
             if not -_INT_LIMIT <= number <= _INT_LIMIT:
                 raise WireError(f"{name} has the attribute {attribute.text('name')} = {number}")

@@ -14,31 +14,33 @@ class MemoryEstimate:
     """Bytes, on the CPU. Activations (a few MB, more in long prefills) and onnxruntime itself (60 MB) come on top."""
 
     weights: int  # the weights file: mapped, so the system may drop what is not in use
-    packed: int  # the copy that a session keeps of matrices, laid out for its kernels
+    packed: int  # the copies that the sessions keep of matrices, laid out for their kernels
     cache_per_token: int  # of one sequence
     constant_state: int  # of one sequence
+    fixed_state: int  # of one sequence: what the encoder leaves of the longest input
     cache_at_max_context: int
 
     @property
     def single_sequence(self) -> int:
-        """Private memory of one sequence at the full context: packed weights and cache."""
-        return self.packed + self.cache_at_max_context + self.constant_state
+        """Private memory of one sequence at the full context: packed weights and state."""
+        return self.packed + self.cache_at_max_context + self.constant_state + self.fixed_state
 
 
 def estimate_memory(bundle: Bundle) -> MemoryEstimate:
     manifest = bundle.manifest
     weights = manifest.files.get(WEIGHTS)
-    per_token = constant = 0
+    sizes = dict.fromkeys(("append", "capacity", "constant", "fixed"), 0)  # of one position
     for state in manifest.state:
-        size = math.prod(dim for dim in state.shape if isinstance(dim, int)) * ITEM_SIZES[state.dtype]
-        if state.growth == "constant":
-            constant += size
-        else:
-            per_token += size
+        count = math.prod(dim for dim in state.shape if isinstance(dim, int))
+        sizes[state.growth] += count * ITEM_SIZES[state.dtype]
+    per_token = sizes["append"] + sizes["capacity"]
+    # single sequences are decoded with the prefill graph too: engine.Graphs
+    used = [bundle.summaries[role] for role in ("encode", "prefill") if role in bundle.summaries]
     return MemoryEstimate(
         weights=weights.size if weights else 0,
-        packed=bundle.summaries["prefill"].packable_bytes,
+        packed=sum(summary.packable_bytes for summary in used),
         cache_per_token=per_token,
-        constant_state=constant,
+        constant_state=sizes["constant"],
+        fixed_state=sizes["fixed"] * manifest.inputs.length,
         cache_at_max_context=per_token * manifest.max_context,
     )

@@ -1,4 +1,4 @@
-"""`tfmx.load`: a bundle ready to generate, from text, ids, batches or chat messages."""
+"""`tfmx.load`: a bundle ready to generate, from text, ids, batches or chat messages, or to be applied to inputs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import InputError
+from .apply import Outputs, apply_decoder, apply_encoder, apply_encoder_decoder
 from .bundle import Bundle
 from .chat import ChatTemplate, Message
 from .devices import Device, DeviceName, choose_device
+from .encoder import encode
 from .engine import Engine, Graphs, open_engine
 from .generate import FinishReason, Statistics, Step, make_row, run_rows
+from .inputs import Array, Input, InputReader, check_ids, whole_numbers
 from .manifest import Manifest
 from .sampling import SamplingOptions, fresh_seed
 from .tokenizer import PromptError, Tokenizer
-
-Prompt = str | Sequence[int]  # text, or token ids
 
 _GREEDY = SamplingOptions()
 _ROOM = 256  # new tokens that a cache is first made for when no number is given
@@ -33,7 +34,7 @@ _ROOM = 256  # new tokens that a cache is first made for when no number is given
 class Result:
     """All steps of one row."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # of an encoder-decoder: the source; () if that is no tokens
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
@@ -71,6 +72,7 @@ class Model:
         tokenizer = bundle.read("tokenizer.json")
         self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
         self.template = _make_template(bundle, self.tokenizer)
+        self._reader = InputReader(bundle.manifest, self.tokenizer)
         self._graphs: Graphs | None = graphs
         self._kept: tuple[Engine, list[int]] | None = None  # the last chat's cache, and the tokens in it
         self._lock = threading.Lock()
@@ -89,13 +91,13 @@ class Model:
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Input,
         sampling: SamplingOptions | None = None,
         *,
         max_new_tokens: int | None = None,
         parse_special: bool = False,
     ) -> Iterator[Step]:
-        """Continue a text or token ids, one step a token.
+        """Continue a text or token ids, one step a token; an encoder-decoder answers its source.
 
         The prompt is checked at once, the model runs as steps are taken. `max_new_tokens` goes before the one
         of `sampling`. `parse_special`: the text spells special tokens out, as hand-written templates do.
@@ -106,7 +108,7 @@ class Model:
 
     def stream_batch(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Input],
         sampling: SamplingOptions | None = None,
         *,
         max_new_tokens: int | None = None,
@@ -115,12 +117,12 @@ class Model:
         """Continue several prompts together; a step's `row` says whose it is. Each row draws from the same seed."""
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        rows = self._prompt_ids(prompts, parse_special)
+        rows = self._read(prompts, "prompt", parse_special=parse_special)
         return self._stream(rows, options, started)
 
     def generate_batch(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Input],
         sampling: SamplingOptions | None = None,
         *,
         max_new_tokens: int | None = None,
@@ -129,7 +131,7 @@ class Model:
         """The whole answers to several prompts, in their order."""
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        rows = self._prompt_ids(prompts, parse_special)
+        rows = self._read(prompts, "prompt", parse_special=parse_special)
         return _collect(rows, list(self._stream(rows, options, started)))
 
     def chat(
@@ -146,9 +148,10 @@ class Model:
         """
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        prompt_ids = self.chat_ids(messages, tools=tools)
-        self._check_ids(prompt_ids, "the prompt")
-        return self._stream_chat(prompt_ids, options, started)
+        prompt = self._reader.read(self.chat_ids(messages, tools=tools), "the prompt")
+        if self.manifest.kind == "encoder-decoder":
+            return self._stream([prompt], options, started)
+        return self._stream_chat(prompt.tolist(), options, started)
 
     def chat_ids(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[int]:
         """The prompt that `chat` gives the model."""
@@ -158,38 +161,63 @@ class Model:
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """The ids that `generate` makes of a text."""
-        if self.tokenizer is None:
-            raise PromptError("this bundle has no tokenizer; give token ids")
-        if len(text) > 4 * self.manifest.max_context:  # refuse a hopeless text before seconds of work on it
-            least = len(text) // self.tokenizer.longest_token()
-            if least > self.manifest.max_context:
-                raise PromptError(
-                    f"the prompt has at least {least} tokens, the context holds {self.manifest.max_context}"
-                )
-        return self.tokenizer.encode(text, parse_special=parse_special)
+        return self._reader.encode(text, parse_special=parse_special)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """The logits of every position, (T, V): for tests and scoring."""
-        ids = [int(token_id) for token_id in token_ids]
-        self._check_ids(ids, "the prompt")
-        return open_engine(self._open_graphs(), 1, len(ids)).score(ids)
+        self._check_generates()
+        if self.manifest.kind == "encoder-decoder":
+            raise InputError("this bundle is an encoder-decoder; apply(source, target=...) gives its logits")
+        ids = self._reader.read(token_ids, "the prompt")
+        return open_engine(self._open_graphs(), 1, len(ids)).score(ids)["logits"]
+
+    def apply(self, inputs: Input, *, target: Sequence[int] | None = None) -> Outputs:
+        """Run one input through, for every output by its name: the main one, and attention maps if the bundle has them.
+
+        Any kind of bundle. Tokens: text or ids; vectors: (T, F); images: a path, a Pillow image or normalised
+        floats (C, H, W). `target`: what the decoder of an encoder-decoder has said so far, without its start token.
+        """
+        return self.apply_batch([inputs], targets=None if target is None else [target])[0]
+
+    def apply_batch(
+        self, inputs: Sequence[Input], *, targets: Sequence[Sequence[int]] | None = None
+    ) -> list[Outputs]:
+        """The same for several, of different lengths; an encoder runs them together."""
+        rows = self._read(inputs, "input")
+        graphs = self._open_graphs()
+        if self.manifest.kind == "encoder-decoder":
+            starts = self._targets([()] * len(rows) if targets is None else targets, len(rows))
+            pairs = zip(rows, starts, strict=True)
+            return [apply_encoder_decoder(graphs, row, target) for row, target in pairs]
+        if targets is not None:
+            raise InputError(f"a target is for an encoder-decoder; {self._what()}")
+        if self.manifest.kind == "encoder":
+            return apply_encoder(graphs, rows)
+        return [apply_decoder(graphs, row) for row in rows]
 
     # --- how it is done ----------------------------------------------------------------------------------
 
-    def _stream(self, prompts: list[list[int]], options: SamplingOptions, started: float) -> Iterator[Step]:
+    def _stream(self, prompts: list[Array], options: SamplingOptions, started: float) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
         decode = self.tokenizer.decode if self.tokenizer else None
+        graphs = self._open_graphs()
+        if self.manifest.kind == "encoder-decoder":
+            encoded = encode(graphs, prompts, self.manifest.fixed_outputs)
+            starts = self._targets([()] * len(prompts), len(prompts))
+        else:
+            encoded, starts = None, [prompt.tolist() for prompt in prompts]
         rows = [
             make_row(self.manifest, index, ids, options, seed, decode, context=ids)
-            for index, ids in enumerate(prompts)
+            for index, ids in enumerate(starts)
         ]
         room = (
             min(_ROOM, max(row.limit for row in rows))
             if options.max_new_tokens is None
             else options.max_new_tokens
         )
-        engine = open_engine(self._open_graphs(), len(rows), max(map(len, prompts)) + room)
-        yield from run_rows(engine, rows, options, seed, started=started)
+        engine = open_engine(graphs, len(rows), max(map(len, starts)) + room, encoded)
+        source_tokens = 0 if encoded is None else int(encoded.mask.sum())
+        yield from run_rows(engine, rows, options, seed, started=started, source_tokens=source_tokens)
 
     def _stream_chat(self, prompt_ids: list[int], options: SamplingOptions, started: float) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
@@ -227,39 +255,46 @@ class Model:
         return self._graphs
 
     def _options(self, sampling: SamplingOptions | None, max_new_tokens: int | None) -> SamplingOptions:
+        vocab_size = self._check_generates()
         options = sampling if sampling is not None else _GREEDY
         if max_new_tokens is not None:
             options = replace(options, max_new_tokens=max_new_tokens)
-        options.check_vocabulary(self.manifest.vocab_size)
+        options.check_vocabulary(vocab_size)
         if options.stop and self.tokenizer is None:
             raise PromptError("this bundle has no tokenizer, so it cannot look for stop texts")
         return options
 
-    def _prompt_ids(self, prompts: Sequence[Prompt], parse_special: bool) -> list[list[int]]:
-        if not prompts:
-            raise PromptError("there are no prompts")
-        rows = []
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                ids = self.encode(prompt, parse_special=parse_special)
-            else:
-                ids = [int(token_id) for token_id in prompt]
-            self._check_ids(ids, "the prompt" if len(prompts) == 1 else f"prompt {index}")
-            rows.append(ids)
-        return rows
+    def _check_generates(self) -> int:
+        """How many tokens it chooses from."""
+        if not self.manifest.generates or self.manifest.vocab_size is None:
+            raise InputError(f"{self._what()}: it does not generate; call apply")
+        return self.manifest.vocab_size
 
-    def _check_ids(self, ids: list[int], what: str) -> None:
-        """Guards that onnxruntime does not give: -1 would wrap around, a bad id can read zeros."""
-        if not ids:
-            raise PromptError(f"{what} is empty")
-        vocab_size, context = self.manifest.vocab_size, self.manifest.max_context
-        for place, token_id in enumerate(ids):
-            if not 0 <= token_id < vocab_size:
-                raise PromptError(
-                    f"token {token_id} at place {place} of {what} is outside the vocabulary of {vocab_size}"
-                )
-        if len(ids) > context:
-            raise PromptError(f"{what} has {len(ids)} tokens, the context holds {context}")
+    def _what(self) -> str:
+        kind, takes, gives = self.manifest.kind, self.manifest.inputs.kind, self.manifest.outputs.kind
+        return f"this bundle is a{'n' * kind.startswith('e')} {kind} that takes {takes} and gives {gives}"
+
+    def _read(self, inputs: Sequence[Input], noun: str, *, parse_special: bool = False) -> list[Array]:
+        if len(inputs) == 0:  # it may be an array
+            raise PromptError(f"there are no {noun}s")
+        return [
+            self._reader.read(
+                value, f"the {noun}" if len(inputs) == 1 else f"{noun} {index}", parse_special=parse_special
+            )
+            for index, value in enumerate(inputs)
+        ]
+
+    def _targets(self, targets: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """What the decoder of an encoder-decoder reads: its start token, and the rest."""
+        if len(targets) != count:
+            raise InputError(f"there are {count} inputs and {len(targets)} targets")
+        start, vocab_size = self.manifest.generation.decoder_start_token_id, self.manifest.vocab_size
+        assert start is not None
+        assert vocab_size is not None
+        rows = [[start, *whole_numbers(target, "the target")] for target in targets]
+        for row in rows:
+            check_ids(row, "the target (with its start token)", vocab_size, self.manifest.max_context)
+        return rows
 
 
 def _make_template(bundle: Bundle, tokenizer: Tokenizer | None) -> ChatTemplate | None:
@@ -274,15 +309,15 @@ def _make_template(bundle: Bundle, tokenizer: Tokenizer | None) -> ChatTemplate 
     return ChatTemplate(source.decode("utf-8", "replace"), specials)
 
 
-def _collect(prompts: list[list[int]], steps: list[Step]) -> list[Result]:
+def _collect(prompts: list[Array], steps: list[Step]) -> list[Result]:
     results = []
-    for index, prompt_ids in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         own = [step for step in steps if step.row == index]
         reason = own[-1].finish_reason
         assert reason is not None
         results.append(
             Result(
-                prompt_ids=tuple(prompt_ids),
+                prompt_ids=tuple(prompt.tolist()) if prompt.ndim == 1 else (),
                 token_ids=tuple(step.token_id for step in own),
                 text="".join(step.text for step in own),
                 finish_reason=reason,

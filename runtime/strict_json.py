@@ -73,8 +73,12 @@ def _decode_record(kind: type[object], data: object, place: str) -> object:
 
 
 def _decode_union(choices: tuple[Any, ...], data: object, place: str) -> object:
+    if data is None and type(None) in choices:
+        return None
     reason = SchemaError(f"{place} has a wrong value")
     for choice in choices:
+        if choice is type(None):
+            continue
         try:
             return _decode(choice, data, place)
         except SchemaError as error:

@@ -37,11 +37,15 @@ OTHERS = {
     MINE: set(),
     "tfm_model": {"gguf", "numpy", "safetensors", "tokenizers", "torch"},
     "export": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "torch"},
-    "runtime": {"jinja2", "numpy", "onnxruntime", "tokenizers"},
-    "cli": {"click", "rich"},
+    "runtime": {"jinja2", "numpy", "onnxruntime", "PIL", "tokenizers"},
+    "cli": {"click", "numpy", "PIL", "rich"},
 }
 # folder: what it may import only inside functions, so that `tfmx --help` answers at once
-LATE = {MINE: {"runtime"}, "cli": {"tfm_model", "export", "runtime", "rich"}}
+LATE = {
+    MINE: {"runtime"},
+    "runtime": {"PIL"},
+    "cli": {"tfm_model", "export", "runtime", "numpy", "PIL", "rich"},
+}
 
 
 @dataclass(frozen=True)

@@ -95,16 +95,20 @@ def test_inspect_shows_what_is_there():
     assert lines[0] == str(folder)
     words = [line.split() for line in lines]
     for wanted in (
-        ["format", "1,", "written", "by", "tfmx", package.__version__],
+        ["format", "2,", "written", "by", "tfmx", package.__version__],
         ["source", "(huggingface)"],
         ["target", "ort,", "fp32,", "opset", "18"],
+        ["kind", "decoder"],
+        ["inputs", "tokens", "of", "320,", "up", "to", "128"],
+        ["outputs", "tokens,", "320", "numbers", "(logits)", "for", "each", "position"],
         ["context", "128", "tokens"],
-        ["attention.n_heads", "4"],
+        ["mixer.n_heads", "4"],
         ["n_layers", "3"],
         ["in", "input_ids", "int64", "[batch_size,", "sequence_length]"],
         ["in", "past_key_values.{0..2}.key", "float32"],
         ["out", "present.{0..2}.value", "float32"],
         ["out", "logits", "float32", "[batch_size,", "1,", "320]"],
+        ["capacity", "state:", "a", "buffer"],
         ["MatMul", "13", "13"],
         ["com.microsoft.GroupQueryAttention", "3", "3"],
         ["weights.bin"],

@@ -9,11 +9,14 @@ import subprocess
 import time
 
 import pytest
+import tiny_kinds
 import torch
 from command_line import PROGRAM, Done, bundle, checkpoint, exported, sigint_as_usual, tfmx
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config
 
+from tfmx import TfmxError
+from tfmx.cli.kind_words import describe_length
 from tfmx.export import pipeline
 from tfmx.export.parity import CaseParity, Parity
 
@@ -193,6 +196,39 @@ def test_ctrl_c_leaves_no_litter(tmp_path):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], ()),
+        (["--attentions", "all"], "all"),
+        (["--attentions", "0,2"], (0, 2)),
+        (["--attentions", "1-3"], (1, 2, 3)),
+    ],
+)
+def test_the_layers_of_attention_outputs_reach_the_exporter(arguments, wanted, tmp_path, monkeypatch):
+    seen = []
+
+    def stop(source, out, options, progress):
+        seen.append(options.attentions)
+        raise TfmxError("enough")
+
+    monkeypatch.setattr(pipeline, "export", stop)
+    tfmx("export", "source", "-o", tmp_path / "out", *arguments).fails(1, "enough")
+    assert seen == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (tiny_kinds.write_token_classifier, "up to 24 positions"),
+        (tiny_kinds.write_recurrent_regressor, "context 20"),
+        (tiny_kinds.write_encoder_decoder, "source up to 24 positions, context 20"),
+    ],
+)
+def test_the_length_of_every_kind_is_told(write, words, tmp_path):
+    assert describe_length(write(tmp_path / "bundle")) == words
 
 
 def test_an_export_is_silent_in_a_pipe():

@@ -55,14 +55,14 @@ NO_DEFAULT = {"file", "ids", "logprobs", "against"}  # off unless given
 def test_help_needs_nothing_heavy():
     code = (
         "import json, sys\nfrom tfmx.cli.boundary import run_guarded\nfrom tfmx.cli.entry import group\n"
-        "for command in ([], ['export'], ['run'], ['verify'], ['inspect'], ['doctor']):\n"
+        "for command in ([], ['export'], ['run'], ['attend'], ['verify'], ['inspect'], ['doctor']):\n"
         "    assert run_guarded(group, [*command, '--help']) == 0\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert "click" in loaded
-    assert loaded & {"rich", "numpy", "onnxruntime", "torch", "onnx", "tokenizers", "jinja2"} == set()
+    assert loaded & {"rich", "numpy", "onnxruntime", "torch", "onnx", "tokenizers", "jinja2", "PIL"} == set()
 
 
 def test_the_group_loads_only_the_command_that_is_asked_for():
@@ -104,6 +104,10 @@ def test_without_a_command_it_shows_the_help_and_fails():
         (["export", "s", "-o", "b", "--dtype", "int4"], ["--dtype", "int4", "fp16"]),
         (["export", "s", "-o", "b", "--opset", "new"], ["--opset", "new"]),
         (["export", "s", "-o", "b", "--max-context", "1e3"], ["--max-context", "1e3"]),
+        (["export", "s", "-o", "b", "--attentions", "first"], ["--attentions is 'first'", "all", "0,2-4"]),
+        (["attend", "b", "i"], ["Missing option", "-o"]),
+        (["attend", "b", "i", "-o", "m.jpg"], ["--out is 'm.jpg'", ".png or .html"]),
+        (["attend", "b", "i", "-o", "m.png", "--of", "all"], ["--of", "cross"]),
         (["verify"], ["Missing argument", "BUNDLE"]),
         (["verify", "b", "--against"], ["--against"]),
         (["verify", "b", "--against", "s", "--device", "cuda"], ["--against compares on the CPU"]),

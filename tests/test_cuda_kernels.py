@@ -26,26 +26,28 @@ from tfmx.runtime.devices import _HEAVY_OPS
 from tfmx.runtime.ops import OPS
 from tfmx.tfm_model.config import (
     AttentionConfig,
+    HeadConfig,
     MlpConfig,
     ModelConfig,
     NormConfig,
     RotaryConfig,
+    TokenInputs,
     RotaryScaling,
 )
-from tfmx.tfm_model.decoder import Decoder
+from tfmx.tfm_model.transformer import Transformer
 
 OPSETS = (17, 18, 21, 24)
 GQA_IN_FLOAT32 = "com.microsoft::GroupQueryAttention (since 1) with M=int32, T=float, T_CACHE=float"
 
 _LLAMA = ModelConfig(
-    vocab_size=97,
+    inputs=TokenInputs(vocab_size=97),
     width=32,
     n_layers=2,
     context=128,  # above 100: the rotary and column tables are not "small" to onnxruntime, as in a real model
     norm=NormConfig(),
-    attention=AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=16, rotary=RotaryConfig(dim=16)),
+    mixer=AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=16, rotary=RotaryConfig(dim=16)),
     mlp=MlpConfig(hidden=48),
-    tied_head=True,
+    head=HeadConfig(tied=True),
 )
 # Between them they use every lowering of both targets.
 CONFIGS = {
@@ -53,7 +55,7 @@ CONFIGS = {
     "layernorm, windows, soft-caps, partial rotary": replace(
         _LLAMA,
         norm=NormConfig(kind="layer", bias=True),
-        attention=AttentionConfig(
+        mixer=AttentionConfig(
             n_heads=4,
             n_kv_heads=2,
             head_dim=16,
@@ -64,12 +66,12 @@ CONFIGS = {
         ),
         mlp=MlpConfig(hidden=48, activation="gelu", gated=False, bias=True),
         windows=(5, None),
-        logit_softcap=30.0,
-        embedding_scale=8.0,
+        head=HeadConfig(tied=True, softcap=30.0),
+        inputs=TokenInputs(vocab_size=97, scale=8.0),
     ),
     "query norm, dynamic rotary, geglu, untied": replace(
         _LLAMA,
-        attention=AttentionConfig(
+        mixer=AttentionConfig(
             n_heads=4,
             n_kv_heads=4,
             head_dim=16,
@@ -77,12 +79,11 @@ CONFIGS = {
             rotary=RotaryConfig(dim=16, scaling=RotaryScaling(kind="dynamic", factor=2, original_context=32)),
         ),
         mlp=MlpConfig(hidden=48, activation="gelu_tanh"),
-        tied_head=False,
-        head_bias=True,
+        head=HeadConfig(bias=True),
     ),
     "no positions, relu": replace(
         _LLAMA,
-        attention=AttentionConfig(n_heads=4, n_kv_heads=1, head_dim=24),
+        mixer=AttentionConfig(n_heads=4, n_kv_heads=1, head_dim=24),
         mlp=MlpConfig(hidden=48, activation="relu", gated=False),
     ),
 }
@@ -102,8 +103,8 @@ def emitted_graphs(config: str, target: Target, dtype: str, opset: int) -> dict[
     """The graphs as export writes them, their weights named but not stored."""
     model_config = CONFIGS[config]
     with torch.device("meta"):
-        spec = Decoder(model_config).state_spec()
-    tied = {"head.weight": "embed.weight"} if model_config.tied_head else {}
+        spec = Transformer(model_config).state_spec()
+    tied = {"head.weight": "embed.weight"} if model_config.head.tied else {}
     plan = WeightPlan(DTYPES[dtype], tied)
     models = {
         kind: stitch_decoder(kind, model_config, fragments(config, dtype), spec, target, opset, plan)

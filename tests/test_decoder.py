@@ -6,12 +6,12 @@ import pytest
 import torch
 from random_models import VARIANTS, random_decoder
 
-from tfmx.tfm_model.decoder import Decoder
+from tfmx.tfm_model.transformer import Transformer
 
 FAR = 1e-10  # float64: what reordered sums may differ by
 
 
-def empty_state(decoder: Decoder, batch: int) -> list[torch.Tensor]:
+def empty_state(decoder: Transformer, batch: int) -> list[torch.Tensor]:
     dims = {"batch_size": batch, "past_sequence_length": 0}
     return [
         torch.zeros([dims.get(d, d) for d in state.shape], dtype=torch.float64)
@@ -19,14 +19,14 @@ def empty_state(decoder: Decoder, batch: int) -> list[torch.Tensor]:
     ]
 
 
-def double(name: str) -> Decoder:
+def double(name: str) -> Transformer:
     decoder = random_decoder(VARIANTS[name]).double()
     if decoder.has_rotary_tables:
         decoder.set_rotary_tables(torch.float64)
     return decoder
 
 
-def run(decoder: Decoder, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def run(decoder: Transformer, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     mask = torch.ones_like(ids) if mask is None else mask
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():

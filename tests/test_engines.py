@@ -88,7 +88,7 @@ def test_prefill_in_chunks_gives_the_same(graphs, weights, chunk, monkeypatch):
     engine = open_engine(graphs, 3, 32)
     for found, row in zip(engine.prefill(ROWS).numpy(), ROWS, strict=True):
         assert_close(found, last(weights, row))
-    assert_close(open_engine(graphs, 1, 32).score(ROWS[2]), reference_logits(weights, ROWS[2]))
+    assert_close(open_engine(graphs, 1, 32).score(ROWS[2])["logits"], reference_logits(weights, ROWS[2]))
 
 
 def test_a_second_turn_continues_the_rows(graphs, weights):

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import tiny_model, tiny_weights
 
-from tfmx.runtime.bundle import BundleError, GraphInfo
+from tfmx.runtime.bundle import BundleError, GraphInfo, TensorInfo
 from tfmx.runtime.graph_audit import audit_graph
 from tfmx.runtime.ops import OPS
 from tfmx.runtime.wire import WireError, read_message
@@ -286,6 +286,36 @@ def test_a_graph_that_the_exporter_would_not_write_is_refused(fault, line):
     assert str(caught.value).startswith("decode.onnx is not one of our graphs: ")
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def lstm(**attributes):
+    """A graph of one LSTM over (T, B, 4), with 5 cells."""
+    shapes = {"x": ["T", "B", 4], "y": ["T", 1, "B", 5]}
+    values = {name: helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()}
+    weights = {"W": np.zeros((1, 20, 4), np.float32), "R": np.zeros((1, 20, 5), np.float32)}
+    node = helper.make_node("LSTM", ["x", "W", "R"], ["y"], hidden_size=5, **attributes)
+    initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph([node], "g", [values["x"]], [values["y"]], initializers)
+    info = GraphInfo(
+        file="decode.onnx",
+        inputs=(TensorInfo(name="x", dtype="float32", shape=("T", "B", 4)),),
+        outputs=(TensorInfo(name="y", dtype="float32", shape=("T", 1, "B", 5)),),
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), info
+
+
+def test_an_lstm_passes_and_its_matrices_are_counted_as_packed():
+    for activations in (["Sigmoid"] * 3, ["Sigmoid", "Tanh", "Tanh"]):
+        summary = audit(*lstm(activations=activations))
+        assert summary.ops == {"LSTM": 1}
+        assert summary.packable_bytes == 4 * (20 * 4 + 20 * 5)
+
+
+def test_an_lstm_with_other_activations_is_refused():
+    with pytest.raises(
+        BundleError, match=r"LSTM has the attribute activations = \['Sigmoid', 'Affine', 'Tanh'\]$"
+    ):
+        audit(*lstm(activations=["Sigmoid", "Affine", "Tanh"]))
 
 
 def test_weights_that_end_early_are_refused():

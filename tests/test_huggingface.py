@@ -41,8 +41,8 @@ def test_every_tensor_is_the_one_that_transformers_saved(tmp_path, variant):
         assert tensor.shape == tuple(read[name].shape)
     assert torch.equal(read.pop("embed.weight"), state["model.embed_tokens.weight"])
     assert torch.equal(read.pop("norm.weight"), state["model.norm.weight"])
-    assert checkpoint.config.tied_head is ("head.weight" not in read)
-    if not checkpoint.config.tied_head:
+    assert checkpoint.config.head.tied is ("head.weight" not in read)
+    if not checkpoint.config.head.tied:
         assert torch.equal(read.pop("head.weight"), state["lm_head.weight"])
     for layer in range(3):
         assert_block_is(read, f"blocks.{layer}.", state, f"model.layers.{layer}.")

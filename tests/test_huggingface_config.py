@@ -77,7 +77,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(family):
     )
     assert ours.mlp.hidden == theirs.intermediate_size
     assert ours.mlp.activation == theirs.hidden_act
-    assert ours.tied_head == theirs.tie_word_embeddings
+    assert ours.head.tied == theirs.tie_word_embeddings
     assert ours.attention.rotary.theta == theirs.rope_parameters["rope_theta"]
     windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in layer_kinds(theirs)]
     assert [ours.window(layer) for layer in range(ours.n_layers)] == windows

@@ -19,11 +19,11 @@ from tfmx.tfm_model.checkpoint import Checkpoint, GenerationDefaults, LazyTensor
 # Nearly all of it is the embedding and the head, of which every row but the last few is zero.
 CONFIG = replace(
     PLAIN,
-    vocab_size=600_000,
+    inputs=TokenInputs(vocab_size=600_000),
     width=512,
     n_layers=1,
-    tied_head=False,
-    attention=replace(PLAIN_ATTENTION, head_dim=32, rotary=replace(PLAIN_ATTENTION.rotary, dim=32)),
+    head=HeadConfig(),
+    mixer=replace(PLAIN_ATTENTION, head_dim=32, rotary=replace(PLAIN_ATTENTION.rotary, dim=32)),
 )
 
 
@@ -31,7 +31,7 @@ CONFIG = replace(
 def test_a_bundle_of_more_than_2_gb_runs_as_pytorch_does(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 8e9:
         pytest.skip("needs 8 GB of disk")
-    small = random_decoder(replace(CONFIG, vocab_size=100))
+    small = random_decoder(replace(CONFIG, inputs=TokenInputs(vocab_size=100)))
     values = dict(small.named_parameters())
 
     def read(name: str) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_a_bundle_of_more_than_2_gb_runs_as_pytorch_does(tmp_path: Path) -> None
         kind="huggingface", files=(), config=CONFIG, tensors=tensors, generation=GenerationDefaults()
     )
     export_model(
-        CheckpointSource(checkpoint, ir.DataType.FLOAT, None),
+        CheckpointSource(checkpoint, ir.DataType.FLOAT),
         tmp_path / "bundle",
         ExportOptions(verify=False),
     )

@@ -15,7 +15,7 @@ from tfmx.export.pipeline import write_files
 from tfmx.export.progress import Silent
 
 # Every part that a fault needs: grouped heads, biases, a window on one layer.
-CONFIG = replace(PLAIN, windows=(None, 6, None), attention=replace(PLAIN_ATTENTION, qkv_bias=True))
+CONFIG = replace(PLAIN, windows=(None, 6, None), mixer=replace(PLAIN_ATTENTION, qkv_bias=True))
 
 
 @pytest.fixture(scope="module")

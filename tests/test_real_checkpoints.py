@@ -37,7 +37,7 @@ def test_smollm2_is_read_whole_and_knows_the_capital_of_france():
     """The reader's config and weights, run by transformers."""
     checkpoint = open_checkpoint(str(real_models.smollm2()))
     config = checkpoint.config
-    assert (config.width, config.n_layers, config.context, config.tied_head) == (576, 30, 8192, True)
+    assert (config.width, config.n_layers, config.context, config.head.tied) == (576, 30, 8192, True)
     assert (config.attention.n_heads, config.attention.n_kv_heads, config.attention.head_dim) == (9, 3, 64)
     assert config.attention.rotary.theta == 100000.0
     assert checkpoint.generation.eos_token_ids == (2, 0)

@@ -19,10 +19,13 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tfmx.runtime.bundle import (
+    FORMAT,
     FileInfo,
     GenerationInfo,
     GraphInfo,
+    InputInfo,
     Manifest,
+    OutputInfo,
     SourceInfo,
     StateInfo,
     TensorInfo,
@@ -289,6 +292,18 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def token_input(vocab_size: int, length: int) -> InputInfo:
+    return InputInfo(
+        kind="tokens",
+        vocab_size=vocab_size,
+        features=None,
+        image=None,
+        mean=None,
+        std=None,
+        length=length,
+    )
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / "manifest.json").write_bytes(manifest.to_bytes())
 
@@ -346,20 +361,27 @@ def write_bundle(
         for part in ("key", "value")
     )
     manifest = Manifest(
-        format=1,
+        format=FORMAT,
         tfmx="0.1.0",
         tools={"onnx": onnx.__version__},
         source=SourceInfo(kind="python", files={}),
+        kind="decoder",
         target="ort" if flavour == "capacity" else "portable",
         dtype=dtype,
         opset=18,
+        inputs=token_input(VOCAB, CONTEXT),
+        outputs=OutputInfo(kind="tokens", name="logits", size=VOCAB, pooled=False, labels=None),
         vocab_size=VOCAB,
         max_context=CONTEXT,
         model=json.loads(json.dumps({"layers": LAYERS, "eps": EPS})),
         graphs=graphs,
         state=state,
         generation=GenerationInfo(
-            bos_token_id=BOS, eos_token_ids=(EOS, IM_END), pad_token_id=None, sampling={}
+            bos_token_id=BOS,
+            eos_token_ids=(EOS, IM_END),
+            pad_token_id=None,
+            decoder_start_token_id=None,
+            sampling={},
         ),
         parity=None,
         files=list_files(folder),

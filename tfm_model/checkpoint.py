@@ -6,11 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from .. import InputError
 from .config import ModelConfig
+
+
+CheckpointKind = Literal["gguf", "huggingface", "tfmx", "preset", "python"]
 
 
 class CheckpointError(InputError):
@@ -33,15 +37,16 @@ class GenerationDefaults:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    decoder_start_token_id: int | None = None  # an encoder-decoder's answer begins with it
     sampling: Mapping[str, float] = field(default_factory=dict)  # temperature, top_p, ...: only what they set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    kind: str  # "huggingface" or "gguf"
+    kind: CheckpointKind
     files: tuple[Path, ...]  # what was read, for the digests in the manifest
     config: ModelConfig
-    tensors: Mapping[str, LazyTensor]  # by the parameter names of `tfm_model.decoder.Decoder`
+    tensors: Mapping[str, LazyTensor]  # by the parameter names of `tfm_model.transformer.Transformer`
     generation: GenerationDefaults
     tokenizer_json: str | None = None
     chat_template: str | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .checkpoint import GenerationDefaults
-from .config import ConfigError, ModelConfig
+from .checks import ConfigError
+from .config import ModelConfig
 from .values import Values, shown
 
 # What each option may be. Nothing else in a generation_config.json concerns sampling.

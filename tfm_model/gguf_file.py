@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .checkpoint import Checkpoint, CheckpointError, LazyTensor
-from .config import ConfigError, ModelConfig
+from .checks import ConfigError
+from .config import ModelConfig
 from .files import blamed_on, kind_of
 from .generation_defaults import generation_defaults
 from .gguf_header import GgufHeader, GgufTensor, read_header

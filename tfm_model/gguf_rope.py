@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .checkpoint import LazyTensor
-from .config import ConfigError
+from .checks import ConfigError
 from .huggingface_rope import DEFAULT_THETA
 from .values import Values, number, shown, string, whole
 

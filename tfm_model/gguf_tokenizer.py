@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .config import ConfigError
+from .checks import ConfigError
 from .gguf_split import SPLITS, Split
 from .tokenizer_json import check_tokenizer
 from .values import Values, flag, shown, string, whole

@@ -34,7 +34,7 @@ def read_huggingface(path: Path) -> Checkpoint:
     with blamed_on(folder.path / "config.json"):
         config = parse_config(raw)
     stored = _stored_tensors(folder)
-    if config.tied_head:
+    if config.head.tied:
         _drop_copied_head(stored)
     return Checkpoint(
         kind="huggingface",

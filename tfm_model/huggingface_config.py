@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .config import Activation, AttentionConfig, ConfigError, MlpConfig, ModelConfig, NormConfig
+from .attention_config import AttentionConfig, NormConfig
+from .checks import ConfigError
+from .config import Activation, HeadConfig, MlpConfig, ModelConfig, TokenInputs
 from .huggingface_rope import rotary_config
 from .values import Values, flag, number, shown, whole
 
@@ -97,12 +99,12 @@ def parse_config(raw: Values) -> ModelConfig:
     norm = NormConfig(eps=number(values, "rms_norm_eps"))
     bias = family in {"llama", "qwen3"} and flag(values, "attention_bias")
     return ModelConfig(
-        vocab_size=whole(values, "vocab_size"),
+        inputs=TokenInputs(vocab_size=whole(values, "vocab_size")),
         width=width,
         n_layers=n_layers,
         context=context,
         norm=norm,
-        attention=AttentionConfig(
+        mixer=AttentionConfig(
             n_heads=n_heads,
             n_kv_heads=whole(values, "num_key_value_heads", n_heads),
             head_dim=head_dim,
@@ -117,7 +119,7 @@ def parse_config(raw: Values) -> ModelConfig:
             bias=family == "llama" and flag(values, "mlp_bias"),
         ),
         windows=_windows(values, family, n_layers),
-        tied_head=flag(values, "tie_word_embeddings"),
+        head=HeadConfig(tied=flag(values, "tie_word_embeddings")),
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .config import ConfigError, RotaryConfig, RotaryScaling
+from .attention_config import RotaryConfig, RotaryScaling
+from .checks import ConfigError
 from .values import Values, flag, number, shown, whole
 
 DEFAULT_THETA = 10000.0

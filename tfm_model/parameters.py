@@ -51,14 +51,14 @@ GGUF_NAMES = {
 def decoder_parameters(
     config: ModelConfig, stored: Mapping[str, LazyTensor], names: Mapping[str, str]
 ) -> dict[str, LazyTensor]:
-    """The tensors by the parameter names of `Decoder`, in the order of their use."""
+    """The tensors by the parameter names of `Transformer`, in the order of their use."""
     source = _Source(stored, names)
     parameters = {"embed.weight": source.take("embed", (config.vocab_size, config.width))}
     for layer in range(config.n_layers):
         for name, tensor in _block(config, source, layer).items():
             parameters[f"blocks.{layer}.{name}"] = tensor
     parameters["norm.weight"] = source.take("norm", (config.width,))
-    if not config.tied_head:
+    if not config.head.tied:
         parameters["head.weight"] = source.take("head", (config.vocab_size, config.width))
     source.expect_all_taken()
     return parameters
@@ -66,6 +66,7 @@ def decoder_parameters(
 
 def _block(config: ModelConfig, source: _Source, layer: int) -> dict[str, LazyTensor]:
     attention, mlp, width = config.attention, config.mlp, config.width
+    assert mlp is not None
     D, m = attention.head_dim, mlp.hidden
     qkv = {"q": attention.q_size, "k": attention.kv_size, "v": attention.kv_size}
     up = {"gate": m, "up": m} if mlp.gated else {"up": m}

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import RotaryConfig, RotaryScaling
+from .attention_config import RotaryConfig, RotaryScaling
 
 
 def inverse_frequencies(config: RotaryConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""Opens whatever a user names as the source of an export: a Hugging Face folder or a GGUF file."""
+"""Opens whatever a user names as the source of an export: a folder of Hugging Face or of ours, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def open_checkpoint(source: str) -> Checkpoint:
 
 def _open_folder(path: Path) -> Checkpoint:
     from .huggingface import read_huggingface
+    from .tfmx_folder import is_tfmx_folder, read_tfmx_folder
 
+    if is_tfmx_folder(path):
+        return read_tfmx_folder(path)
     files = sorted(path.glob("*.gguf"))
     if files and not (path / "config.json").exists():
         raise CheckpointError(f"{path} is a folder of GGUF files; give one of them, such as {files[0]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .config import ConfigError
+from .checks import ConfigError
 
 Values = Mapping[str, object]
 

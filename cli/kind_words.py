@@ -1,0 +1,49 @@
+"""What a bundle is, takes and gives, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..runtime.manifest import Manifest
+
+_SHOWN = 6  # labels of classes
+
+
+def describe_length(manifest: Manifest) -> str:
+    if manifest.kind == "encoder":
+        return f"up to {manifest.max_context:,} positions"
+    if manifest.kind == "encoder-decoder":
+        return f"source up to {manifest.inputs.length:,} positions, context {manifest.max_context:,}"
+    return f"context {manifest.max_context:,}"
+
+
+def describe_inputs(manifest: Manifest) -> str:
+    inputs = manifest.inputs
+    if inputs.image is not None:
+        channels, height, width = inputs.image
+        return f"images of {channels} x {height} x {width} (channels, height, width), {inputs.length:,} positions"
+    if inputs.features is not None:
+        return f"vectors of {inputs.features:,} numbers, up to {inputs.length:,}"
+    return f"tokens of {inputs.vocab_size:,}, up to {inputs.length:,}"
+
+
+def describe_pixels(manifest: Manifest) -> str | None:
+    """How the values of an image become inputs."""
+    if manifest.inputs.mean is None or manifest.inputs.std is None:
+        return None
+    mean, std = (
+        ", ".join(f"{value:.4g}" for value in values)
+        for values in (manifest.inputs.mean, manifest.inputs.std)
+    )
+    return f"(value / 255 - mean) / std, mean {mean}, std {std}"
+
+
+def describe_outputs(manifest: Manifest) -> str:
+    outputs = manifest.outputs
+    each = "the whole input" if outputs.pooled else "each position"
+    names = ""
+    if outputs.labels is not None:
+        more = ", ..." if len(outputs.labels) > _SHOWN else ""
+        names = f": {', '.join(outputs.labels[:_SHOWN])}{more}"
+    return f"{outputs.kind}, {outputs.size:,} numbers ({outputs.name}) for {each}{names}"

@@ -1,0 +1,50 @@
+"""`path/to/file.py:factory` as the source of an export: a Transformer of ours, or a module of the protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import onnx_ir as ir
+
+from ..runtime.bundle import file_info
+from ..tfm_model.checkpoint import GenerationDefaults
+from ..tfm_model.protocol import ExportableModule
+from ..tfm_model.transformer import Transformer
+from ..tfm_model.tfmx_folder import model_checkpoint
+from .own_module import ModuleError, OwnModule, build_module, check_spec
+from .signature import token_signature
+from .source import Layers, Source, checkpoint_source
+from .whole import WholeSource
+
+
+def open_python(source: str, dtype: ir.DataType, max_context: int | None, attentions: Layers) -> Source:
+    name, _, factory = source.rpartition(":")
+    file = Path(name)
+    module = build_module(file, factory)
+    generation = GenerationDefaults(
+        eos_token_ids=tuple(getattr(module, "eos_token_ids", ())),
+        decoder_start_token_id=getattr(module, "decoder_start_token_id", None),
+    )
+    tokenizer = getattr(module, "tokenizer_json", None)
+    if isinstance(module, Transformer):
+        checkpoint = model_checkpoint(
+            module, "python", (file,), generation, None if tokenizer is None else str(tokenizer)
+        )
+        return checkpoint_source(checkpoint, dtype, max_context, attentions)
+    if attentions:
+        raise ModuleError("--attentions is for models of the built-in family; a module of your own gives its outputs")
+    own = cast("ExportableModule", module)
+    if max_context is not None and max_context != own.max_context:
+        raise ModuleError(f"--max-context is {max_context}; a module of your own says its max_context itself")
+    check_spec(own.state_spec(), source)
+    return WholeSource(
+        OwnModule(own),
+        token_signature(own.vocab_size, own.max_context),
+        dtype,
+        kind="python",
+        files={file.name: file_info(file)},
+        model_info={"factory": factory, "class": type(module).__name__},
+        generation=generation,
+        texts={} if tokenizer is None else {"tokenizer.json": str(tokenizer)},
+    )

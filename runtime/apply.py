@@ -1,0 +1,46 @@
+"""One input through a bundle of any kind, for every output: the main one, hidden states, attention maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .encoder import encode, with_first
+from .engine import Graphs, IntArray, open_engine
+from .inputs import Array
+from .manifest import HIDDEN
+
+Outputs = dict[str, Array]
+
+
+def apply_encoder(graphs: Graphs, rows: Sequence[Array]) -> list[Outputs]:
+    """All rows in one run; each without its pads."""
+    manifest = graphs.manifest
+    names = [manifest.outputs.name, *manifest.extras("encode")]
+    encoded = encode(graphs, rows, names)
+    arrays = {name: value.numpy() for name, value in encoded.outputs.items()}
+    return [
+        {name: without_pads(array, encoded.mask, row) for name, array in arrays.items()}
+        for row in range(len(rows))
+    ]
+
+
+def apply_decoder(graphs: Graphs, row: Array) -> Outputs:
+    return open_engine(graphs, 1, len(row)).score(row, graphs.manifest.extras("prefill"))
+
+
+def apply_encoder_decoder(graphs: Graphs, source: Array, target: Sequence[int]) -> Outputs:
+    """`target`: what the decoder reads, its start token included."""
+    manifest = graphs.manifest
+    names = [HIDDEN, *manifest.extras("encode")]
+    encoded = encode(graphs, [source], [*names, *manifest.fixed_outputs])
+    outputs = open_engine(graphs, 1, len(target), encoded).score(target, manifest.extras("prefill"))
+    return outputs | {name: encoded.outputs[name].numpy()[0] for name in names}
+
+
+def without_pads(array: Array, mask: IntArray, row: int) -> Array:
+    """One row of (B, size), (B, T, size) or, an attention map, (B, H, T, T)."""
+    found: Array = array[row]
+    if found.ndim == 1:
+        return found
+    real = with_first(mask, array.shape[-2])[row].astype(bool)
+    return found[real] if found.ndim == 2 else found[:, real][:, :, real]
