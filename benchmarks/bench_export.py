@@ -45,9 +45,7 @@ def export_once(n_layers: int) -> dict[str, float]:
         n_layers=n_layers,
         context=8192,
         norm=NormConfig(),
-        mixer=AttentionConfig(
-            n_heads=9, n_kv_heads=3, head_dim=64, rotary=RotaryConfig(dim=64, theta=1e5)
-        ),
+        mixer=AttentionConfig(n_heads=9, n_kv_heads=3, head_dim=64, rotary=RotaryConfig(dim=64, theta=1e5)),
         mlp=MlpConfig(hidden=1536),
         head=HeadConfig(tied=True),
     )

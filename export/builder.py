@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-Attribute = int | float | str | Sequence[int]
+Attribute = int | float | str | Sequence[int] | Sequence[str]
 _REDUCTIONS = frozenset(
     {"ReduceMax", "ReduceMean", "ReduceMin"}
 )  # ReduceSum took its axes as an input earlier

@@ -86,7 +86,9 @@ def parity_cases(signature: Signature, longest: int) -> list[Case]:
         make("decode from nothing", [0, 0], decode=3, spare=4),
         make("decode after a ragged past", [0, 0, 0], past=[5, 12, 1], decode=3, spare=3),
         make("golden: one prompt", [12], decode=2, spare=8, is_golden=True),
-        make("golden: ragged batch", _golden_rows(signature), padding="left", decode=1, spare=8, is_golden=True),
+        make(
+            "golden: ragged batch", _golden_rows(signature), padding="left", decode=1, spare=8, is_golden=True
+        ),
     ]
 
 
@@ -112,8 +114,8 @@ def _encoder_cases(elements: Elements) -> list[Case]:
         longest = min(elements.length, MOST_COLUMNS)
         shapes = [
             ("one element", [1], "left"),
-            ("two elements", [2], "left"),
-            ("longer than traced", [37], "left"),
+            ("two elements", [2] * 4, "left"),
+            ("longer than traced", [37] * 4, "left"),
             (f"{longest} of {elements.length} positions", [longest], "left"),
             ("ragged batch, padded left", [3, 11, 7], "left"),
             ("ragged batch, padded right", [3, 11, 7], "right"),

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ..tfm_model.attention_ops import HIDDEN_SCORE
-from .lower_basic import END, FLOAT, BasicLowering, given
+from .lower_basic import END, FLOAT, BasicLowering, dims, given
 
 Inputs = Sequence[ir.Value | None]
 
@@ -39,10 +39,20 @@ class Heads:
     qk_norm_eps: float
 
     @classmethod
-    def parse(cls, qkv: ir.Value, traced_cos: ir.Value | None, rest: Inputs, attributes: dict[str, Any]) -> Heads:
+    def parse(
+        cls, qkv: ir.Value, traced_cos: ir.Value | None, rest: Inputs, attributes: dict[str, Any]
+    ) -> Heads:
         """`rest`: position_ids, cos, sin, q_norm, k_norm."""
         positions, cos, sin, q_norm, k_norm = rest
-        names = ("n_heads", "n_kv_heads", "head_dim", "value_dim", "rotary_dim", "qk_norm_kind", "qk_norm_eps")
+        names = (
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "value_dim",
+            "rotary_dim",
+            "qk_norm_kind",
+            "qk_norm_eps",
+        )
         return cls(
             qkv=qkv,
             positions=positions,
@@ -81,7 +91,7 @@ class AttentionNode:
         qkv, past_key, past_value, mask, *rest = padded
         traced = [*node.inputs, *[None] * (13 - len(node.inputs))]
         tables = [(traced[9], 0), (traced[10], 0), (traced[11], 1)]
-        rows = [int(table.shape[axis]) for table, axis in tables if table is not None and table.shape is not None]  # type: ignore[arg-type]
+        rows = [dims(table)[axis] for table, axis in tables if table is not None]
         return cls(
             heads=Heads.parse(given(qkv), traced[5], rest[:5], attributes),
             past_key=past_key,
@@ -140,7 +150,7 @@ class AttentionLowering(BasicLowering):
     ) -> Sequence[ir.Value]:
         b, H, H_kv, D = self.b, attributes["n_heads"], attributes["n_kv_heads"], attributes["head_dim"]
         q = b.op("Mul", self.by_head(q, H, D), b.const(attributes["scale"], self.dtype))
-        if H != H_kv:
+        if H_kv != H:
             q = b.op("Reshape", q, b.const([0, H_kv, -1, D]))
         scores = self.widen(b.op("MatMul", q, b.op("Transpose", key, perm=[0, 1, 3, 2])))
         scores = self.capped(scores, attributes["softcap"])
@@ -159,7 +169,9 @@ class AttentionLowering(BasicLowering):
         split = b.const([n * size for n, size in zip(counts, sizes, strict=True)])
         q, k, v = (
             b.op("Reshape", part, b.const([0, 0, n, size]))
-            for part, n, size in zip(b.ops("Split", heads.qkv, split, n_outputs=3, axis=-1), counts, sizes, strict=True)
+            for part, n, size in zip(
+                b.ops("Split", heads.qkv, split, n_outputs=3, axis=-1), counts, sizes, strict=True
+            )
         )
         if heads.q_norm is not None and heads.k_norm is not None:
             q = self.norm(q, heads.q_norm, None, heads.qk_norm_kind, heads.qk_norm_eps)
@@ -244,7 +256,9 @@ class AttentionLowering(BasicLowering):
         def make() -> ir.Value:
             b = self.b
             keys = b.op("Sub", b.op("CumSum", mask, b.const(1)), b.const(1))
-            return b.op("Sub", b.op("Unsqueeze", keys, b.const([1])), b.op("Unsqueeze", positions, b.const([2])))
+            return b.op(
+                "Sub", b.op("Unsqueeze", keys, b.const([1])), b.op("Unsqueeze", positions, b.const([2]))
+            )
 
         return self.cached(("distance", mask, positions), make)
 
@@ -256,12 +270,19 @@ class AttentionLowering(BasicLowering):
     def distance_index(self, distance: ir.Value, most: int) -> ir.Value:
         def make() -> ir.Value:
             b = self.b
-            return b.op("Add", b.op("Min", b.op("Max", distance, b.const(-most)), b.const(most)), b.const(most))
+            return b.op(
+                "Add", b.op("Min", b.op("Max", distance, b.const(-most)), b.const(most)), b.const(most)
+            )
 
         return self.cached(("index", distance, most), make)
 
     def add_relative(
-        self, scores: ir.Value, q: ir.Value, node: AttentionNode, distance: ir.Value | None, index: ir.Value | None
+        self,
+        scores: ir.Value,
+        q: ir.Value,
+        node: AttentionNode,
+        distance: ir.Value | None,
+        index: ir.Value | None,
     ) -> ir.Value:
         """`q` (B, T, H, D), scaled."""
         b = self.b

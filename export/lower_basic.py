@@ -123,6 +123,12 @@ class BasicLowering:
         return x if self.dtype == FLOAT else self.b.op("Cast", x, to=self.dtype)
 
 
+def dims(value: ir.Value) -> tuple[int, ...]:
+    """The shape of a value that has no named dimension."""
+    assert value.shape is not None
+    return value.shape.numpy()
+
+
 def given(value: ir.Value | None) -> ir.Value:
     assert value is not None
     return value

@@ -19,7 +19,9 @@ class PortableLowering(RecurrentLowering):
         start = self.b.op("Neg", self.b.op("Reshape", keep, self.b.const([1])))
         return self.b.slice(x, start, self.b.const([END]), 1)
 
-    def lower(self, node: ir.Node, inputs: Sequence[ir.Value | None], weight_is_column: bool) -> Sequence[ir.Value]:
+    def lower(
+        self, node: ir.Node, inputs: Sequence[ir.Value | None], weight_is_column: bool
+    ) -> Sequence[ir.Value]:
         """`weight_is_column`: the node's weight lies in the file as (in, out)."""
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         x, second, third, *_ = [*inputs, None, None]
@@ -47,7 +49,9 @@ class PortableLowering(RecurrentLowering):
                 return self.attention(AttentionNode.parse(node, inputs))
             case "CrossAttention":
                 _, key, value, *mask = inputs
-                return self.cross_attention(x, given(key), given(value), mask[0] if mask else None, attributes)
+                return self.cross_attention(
+                    x, given(key), given(value), mask[0] if mask else None, attributes
+                )
             case "RandomFeatureAttention":
                 return self.random_feature_attention(FeatureNode.parse(node, inputs))
             case "Lstm":

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ..tfm_model.recurrent_ops import LEAST, SPAN
 from .lower_attention import AttentionLowering, Heads, Inputs
-from .lower_basic import END, FLOAT, given
+from .lower_basic import END, FLOAT, dims, given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class FeatureNode:
     @classmethod
     def parse(cls, node: ir.Node, inputs: Inputs) -> FeatureNode:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        qkv, directions, mask, *rest = [*inputs, *[None] * (11 - len(inputs))]
+        padded: list[ir.Value | None] = [*inputs, *[None] * (11 - len(inputs))]
+        qkv, directions, mask, *rest = padded
         traced_cos = node.inputs[4] if len(node.inputs) > 4 else None
         return cls(
             heads=Heads.parse(given(qkv), traced_cos, rest[:5], attributes),
@@ -70,7 +71,7 @@ class RecurrentLowering(AttentionLowering):
             peak = [new_peak]
         if mask is not None:
             k_features = b.op("Mul", k_features, mask)
-        sizes = (2 * _rows(node.directions), heads.value_dim + 1)
+        sizes = (2 * dims(node.directions)[0], heads.value_dim + 1)
         y, total = self._linear_attention(q_features, k_features, v, past, sizes, causal=node.causal)
         top, bottom = b.ops("Split", y, b.const([heads.value_dim, 1]), n_outputs=2, axis=3)
         tiny = b.op("Less", b.op("Abs", bottom), b.const(LEAST, FLOAT))
@@ -91,7 +92,7 @@ class RecurrentLowering(AttentionLowering):
         directions = self.widen(b.op("Transpose", node.directions, perm=[1, 0]))
         angles = b.op("MatMul", b.op("Mul", x, b.const(node.shrink, FLOAT)), directions)
         waves = b.op("Concat", b.op("Sin", angles), b.op("Cos", angles), axis=-1)
-        return b.op("Mul", waves, b.const(_rows(node.directions) ** -0.5, FLOAT))
+        return b.op("Mul", waves, b.const(dims(node.directions)[0] ** -0.5, FLOAT))
 
     def _past(self, node: FeatureNode) -> ir.Value | None:
         """S and z side by side, (B, H, 2D, Dv+1)."""
@@ -177,13 +178,15 @@ class RecurrentLowering(AttentionLowering):
             b.op("Cast", lengths, to=ir.DataType.INT32),
             *(b.op("Unsqueeze", self.widen(given(s)), b.const([0])) for s in (hidden, cell)),
             n_outputs=3,
-            hidden_size=_rows(given(hidden_weight)) // 4,
+            hidden_size=dims(given(hidden_weight))[0] // 4,
             activations=["Sigmoid", kinds[attributes["candidate"]], kinds[attributes["output"]]],
         )
         rows = b.op("Transpose", b.op("Squeeze", y, b.const([1])), perm=[1, 0, 2])  # (B, T, N), packed
         start = b.op("Unsqueeze", self.widen(given(hidden)), b.const([1]))
         rows = b.op("GatherND", b.op("Concat", start, rows, axis=1), rank, batch_dims=1)
-        some = b.op("Unsqueeze", b.op("Greater", lengths, b.const(0)), b.const([1]))  # of none, the op gives zeros
+        some = b.op(
+            "Unsqueeze", b.op("Greater", lengths, b.const(0)), b.const([1])
+        )  # of none, the op gives zeros
         state = (
             b.op("Where", some, self.narrow(b.op("Squeeze", new, b.const([0]))), given(old))
             for new, old in ((last, hidden), (last_cell, cell))
@@ -225,17 +228,12 @@ class RecurrentLowering(AttentionLowering):
 
     def recurrence_weights(self, log_keep: ir.Value, log_add: ir.Value) -> ir.Value:
         b = self.b
-        kept = b.op("Transpose", b.op("CumSum", self.widen(log_keep), b.const(1)), perm=[0, 2, 1])  # (B, N, T)
+        kept = b.op(
+            "Transpose", b.op("CumSum", self.widen(log_keep), b.const(1)), perm=[0, 2, 1]
+        )  # (B, N, T)
         added = b.op("Sub", b.op("Transpose", self.widen(log_add), perm=[0, 2, 1]), kept)
         logs = b.op("Add", b.op("Unsqueeze", kept, b.const([3])), b.op("Unsqueeze", added, b.const([2])))
         columns = self.first_columns(b.dim(log_keep, 1))
         seen = b.op("LessOrEqual", columns, b.op("Unsqueeze", columns, b.const([1])))
         logs = b.op("Where", seen, logs, b.const(-1e30, FLOAT))
         return self.narrow(b.op("Exp", logs))
-
-
-def _rows(matrix: ir.Value) -> int:
-    assert matrix.shape is not None
-    rows = matrix.shape[0]
-    assert isinstance(rows, int)
-    return rows

@@ -37,7 +37,7 @@ class OwnModule(nn.Module):
     def state_spec(self) -> StateSpec:
         return self.own.state_spec()
 
-    def encode(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Outputs:
+    def encode(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Outputs:  # noqa: ARG002
         raise AssertionError("a module of the protocol has no encoder")
 
     def step(
@@ -62,7 +62,9 @@ def build_module(file: Path, factory_name: str) -> nn.Module:
             raise ModuleError(f"{factory_name} in {file} failed: {first_line(error)}") from error
     for name in ("vocab_size", "max_context", "state_spec"):
         if name not in dir(type(module)) and not hasattr(module, name):
-            raise ModuleError(f"{type(module).__name__} from {file} has no {name}; see tfmx.tfm_model.protocol")
+            raise ModuleError(
+                f"{type(module).__name__} from {file} has no {name}; see tfmx.tfm_model.protocol"
+            )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_complex():
             raise ModuleError(

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from ..runtime.bundle import file_info
 from ..tfm_model.checkpoint import GenerationDefaults
 from ..tfm_model.protocol import ExportableModule
-from ..tfm_model.transformer import Transformer
 from ..tfm_model.tfmx_folder import model_checkpoint
+from ..tfm_model.transformer import Transformer
 from .own_module import ModuleError, OwnModule, build_module, check_spec
 from .signature import token_signature
 from .source import Layers, Source, checkpoint_source
@@ -33,7 +33,9 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
         )
         return checkpoint_source(checkpoint, dtype, max_context, attentions)
     if attentions:
-        raise ModuleError("--attentions is for models of the built-in family; a module of your own gives its outputs")
+        raise ModuleError(
+            "--attentions is for models of the built-in family; a module of your own gives its outputs"
+        )
     own = cast("ExportableModule", module)
     if max_context is not None and max_context != own.max_context:
         raise ModuleError(f"--max-context is {max_context}; a module of your own says its max_context itself")

@@ -37,13 +37,20 @@ class Reference(Protocol):
     signature: Signature
     spec: StateSpec
     precision: torch.dtype  # the bundle's
+    samples: int  # how often PyTorch's own error is looked at
 
     def steps(self, cases: Sequence[Case]) -> int:
         """How often `run` will call `progress`."""
 
     def run(
-        self, cases: Sequence[Case], pasts: Pasts | None, dtype: torch.dtype, progress: Callable[[], None]
-    ) -> list[CaseOutputs]: ...
+        self,
+        cases: Sequence[Case],
+        pasts: Pasts | None,
+        dtype: torch.dtype,
+        progress: Callable[[], None],
+        sample: int = 0,
+    ) -> list[CaseOutputs]:
+        """Sample 0 is the model; others have weights nudged by up to half a rounding step."""
 
 
 class Pasts:
@@ -114,7 +121,12 @@ def by_element(values: Array, run: Run) -> Array:
 
 
 class DecoderReference:
-    """`read(name, dtype)` gives a weight as the bundle has it: rounded to the bundle's precision, then widened."""
+    """A decoder, layer by layer. One sample: its outputs are many, and its runs long.
+
+    `read(name, dtype)` gives a weight as the bundle has it: rounded to the bundle's precision, then widened.
+    """
+
+    samples = 1
 
     def __init__(
         self, config: ModelConfig, precision: torch.dtype, read: Callable[[str, torch.dtype], Tensor]
@@ -129,7 +141,12 @@ class DecoderReference:
 
     @torch.no_grad()
     def run(
-        self, cases: Sequence[Case], pasts: Pasts | None, dtype: torch.dtype, progress: Callable[[], None]
+        self,
+        cases: Sequence[Case],
+        pasts: Pasts | None,
+        dtype: torch.dtype,
+        progress: Callable[[], None],
+        sample: int = 0,  # noqa: ARG002 - there is one
     ) -> list[CaseOutputs]:
         ends = self._part(0, dtype)  # embedding, tables and head
         hidden = [
@@ -164,7 +181,9 @@ class DecoderReference:
         state = [start(pasts, case, 2 * layer + i, spec, dtype) for i, spec in enumerate(states)]
         for index, run in enumerate(case.runs):
             mask, positions = torch.from_numpy(run.attention_mask), torch.from_numpy(run.position_ids)
-            xs[index], state, weights = block(xs[index], Reads(mask, positions, ends.rotary(positions)), state)
+            xs[index], state, weights = block(
+                xs[index], Reads(mask, positions, ends.rotary(positions)), state
+            )
             result.states[index] += [written(t, s, run) for t, s in zip(state, states, strict=True)]
             maps[index] += [by_element(np.asarray(part.numpy()), run) for part in weights if part is not None]
 
@@ -228,8 +247,12 @@ class WholeModel(Protocol):
 
     def eval(self) -> WholeModel: ...
 
+    def state_dict(self) -> dict[str, Tensor]: ...
+
 
 class WholeReference:
+    samples = 3
+
     def __init__(
         self, build: Callable[[], WholeModel], signature: Signature, spec: StateSpec, precision: torch.dtype
     ) -> None:
@@ -240,9 +263,17 @@ class WholeReference:
 
     @torch.no_grad()
     def run(
-        self, cases: Sequence[Case], pasts: Pasts | None, dtype: torch.dtype, progress: Callable[[], None]
+        self,
+        cases: Sequence[Case],
+        pasts: Pasts | None,
+        dtype: torch.dtype,
+        progress: Callable[[], None],
+        sample: int = 0,
     ) -> list[CaseOutputs]:
-        model = self._build().to(self.precision).to(dtype).eval()
+        model = self._build().to(self.precision)
+        if sample:
+            nudge(model, sample)
+        model = model.to(dtype).eval()
         results = []
         for case in cases:
             results.append(self._run_case(model, case, pasts, dtype))
@@ -270,7 +301,9 @@ class WholeReference:
             else:
                 assert mask is not None
                 positions = torch.from_numpy(run.position_ids)
-                outputs = model.step(inputs, mask, positions, interleaved(self.spec, state, fixed), source_mask)
+                outputs = model.step(
+                    inputs, mask, positions, interleaved(self.spec, state, fixed), source_mask
+                )
                 state = outputs.state
                 extra = [written(part, spec, run) for part, spec in zip(state, moving, strict=True)]
                 names = self.signature.map_names
@@ -279,8 +312,19 @@ class WholeReference:
                 result.main.append(main)
             else:
                 extra.insert(0, real(main, run))
-            result.states.append(extra + [by_element(np.asarray(outputs.maps[name].numpy()), run) for name in names])
+            result.states.append(
+                extra + [by_element(np.asarray(outputs.maps[name].numpy()), run) for name in names]
+            )
         return result
+
+
+def nudge(model: WholeModel, seed: int) -> None:
+    """Move each weight by up to half a step of its precision, so that some become their neighbours."""
+    random = torch.Generator().manual_seed(seed)
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            noise = torch.rand(tensor.shape, generator=random, dtype=torch.float64) - 0.5
+            tensor.copy_(tensor.double() * (1 + noise * torch.finfo(tensor.dtype).eps))
 
 
 def interleaved(spec: StateSpec, moving: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:

@@ -83,7 +83,9 @@ class Signature:
     def map_names(self) -> tuple[str, ...]:
         """In the order in which a step's graph gives them."""
         own = [f"attentions.{layer}" for layer, _ in self.maps]
-        cross = [f"cross_attentions.{layer}" for layer, _ in self.maps] if self.kind == "encoder-decoder" else []
+        cross = (
+            [f"cross_attentions.{layer}" for layer, _ in self.maps] if self.kind == "encoder-decoder" else []
+        )
         return tuple(own + cross)
 
     @property
@@ -97,7 +99,9 @@ class Signature:
 def token_signature(vocab_size: int, context: int) -> Signature:
     """Of a causal language model."""
     tokens = Elements(kind="tokens", length=context, vocab_size=vocab_size)
-    return Signature(kind="decoder", inputs=tokens, steps=tokens, outputs=Answer(kind="tokens", size=vocab_size))
+    return Signature(
+        kind="decoder", inputs=tokens, steps=tokens, outputs=Answer(kind="tokens", size=vocab_size)
+    )
 
 
 def model_signature(config: ModelConfig) -> Signature:
@@ -125,7 +129,8 @@ def _elements(config: ModelConfig) -> Elements:
         return Elements(kind="tokens", length=config.context, vocab_size=inputs.vocab_size)
     if isinstance(inputs, PatchInputs):
         image = (inputs.channels, inputs.height, inputs.width)
-        return Elements(kind="images", length=config.context, image=image, mean=inputs.mean, std=inputs.std)
+        mean, std = inputs.mean or (0.0,) * inputs.channels, inputs.std or (1.0,) * inputs.channels
+        return Elements(kind="images", length=config.context, image=image, mean=mean, std=std)
     return Elements(kind="vectors", length=config.context, features=inputs.features)
 
 

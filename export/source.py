@@ -21,11 +21,19 @@ from ..tfm_model.rotary import rotary_tables
 from ..tfm_model.source import is_python_source, open_checkpoint
 from ..tfm_model.state import StateSpec, model_state
 from ..tfm_model.transformer import Transformer
-from .lower_basic import COLUMNS
+from .lower_basic import COLUMNS, dims
 from .progress import Progress
 from .reference import DecoderReference, Reference
 from .signature import Signature, model_signature
-from .stitch import GRAPHS_OF_KIND, POSITION_TABLE, GraphKind, Target, WeightPlan, dims, keeps_slots, stitch_decoder
+from .stitch import (
+    GRAPHS_OF_KIND,
+    POSITION_TABLE,
+    GraphKind,
+    Target,
+    WeightPlan,
+    keeps_slots,
+    stitch_decoder,
+)
 from .trace import trace_decoder
 from .weights import StoredTensor, torch_dtype
 
@@ -59,9 +67,7 @@ class Source(Protocol):
     def reference(self) -> Reference: ...
 
 
-def open_source(
-    source: str, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()
-) -> Source:
+def open_source(source: str, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()) -> Source:
     if is_python_source(source):
         from .python_source import open_python
 
@@ -206,7 +212,9 @@ def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
     if not can_stamp(config) or config.positions is not None:
         if max_context == config.context:
             return config
-        raise InputError(f"--max-context is {max_context}, but this model is made for {config.context} positions")
+        raise InputError(
+            f"--max-context is {max_context}, but this model is made for {config.context} positions"
+        )
     rotary = config.attention.rotary
     stretches = rotary is not None and rotary.scaling is not None and rotary.scaling.kind == "dynamic"
     if max_context > config.context and not stretches:

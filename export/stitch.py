@@ -20,8 +20,8 @@ import onnx_ir as ir
 from ..tfm_model.config import ModelConfig
 from ..tfm_model.state import StateSpec
 from .builder import Builder
+from .lower_basic import FLOAT, INT64, dims
 from .lower_ort import FusedLowering, OrtLowering, fuse_skip_norms
-from .lower_basic import FLOAT, INT64
 from .lower_portable import PortableLowering
 from .trace import DecoderFragments, Fragment
 
@@ -143,7 +143,8 @@ def stitch_decoder(
         arguments = [x, mask, positions, *pasts[2 * layer : 2 * layer + 2], *rotary]
         x, key, value, *weights = stamp(block, arguments, f"{prefix}.", lowering, plan)
         presents += [key, value]
-        maps |= {layer: part for part in weights if layer in config.attention_outputs}
+        if layer in config.attention_outputs:
+            maps[layer] = weights[0]
     builder.scope = "head"
     if keep is not None:
         x = lowering.select(x, keep)
@@ -153,17 +154,11 @@ def stitch_decoder(
     builder.output(logits, "logits", FLOAT, ["batch_size", kept, config.vocab_size])
     for state, present in zip(spec, presents, strict=True):
         builder.output(present, state.present, plan.dtype, present_shape(state.shape, lowering.growth))
-    for layer, weights in maps.items():
-        shape = ["batch_size", config.attention.n_heads, length, "total_sequence_length"]
-        builder.output(weights, f"attentions.{layer}", plan.dtype, shape)
+    for layer, shown in maps.items():
+        shape = ("batch_size", config.attention.n_heads, length, "total_sequence_length")
+        builder.output(shown, f"attentions.{layer}", plan.dtype, shape)
     builder.nodes = fuse_skip_norms(builder.nodes, builder.outputs) if target == "ort" else builder.nodes
     return builder.model()
-
-
-def dims(value: ir.Value) -> tuple[int, ...]:
-    """The shape of a value that has no named dimension."""
-    assert value.shape is not None
-    return value.shape.numpy()
 
 
 def keeps_slots(config: ModelConfig, target: Target) -> bool:
@@ -185,8 +180,7 @@ def _lowering(
         by_slots = OrtLowering(builder, dtype, config.context, input_ids, mask, is_decode=is_decode)
         return by_slots, by_slots.token_ids(), by_slots.position_ids
     kind = FusedLowering if target == "ort" else PortableLowering
-    assert input_ids.shape is not None
-    positions = builder.input("position_ids", INT64, list(input_ids.shape))
+    positions = builder.input("position_ids", INT64, ["batch_size", 1 if is_decode else "sequence_length"])
     return kind(builder, dtype, config.context, is_decode=is_decode), input_ids, positions
 
 

@@ -93,7 +93,7 @@ def _pieces(skeleton: Transformer, dtype: torch.dtype) -> list[Piece]:
     def cache() -> Tensor:
         return torch.zeros(_B, attention.n_kv_heads, _P, attention.head_dim, dtype=dtype)
 
-    def block(index: int) -> _Piece:
+    def block(index: int) -> Piece:
         def run(x: Tensor, mask: Tensor, ids: Tensor, key: Tensor, value: Tensor, *rotary: Tensor) -> object:
             reads = Reads(mask, ids, (rotary[0], rotary[1]) if rotary else None)
             x, state, weights = skeleton.blocks[index](x, reads, [key, value])
@@ -117,9 +117,7 @@ def _pieces(skeleton: Transformer, dtype: torch.dtype) -> list[Piece]:
     return pieces
 
 
-def trace_pieces(
-    module: nn.Module, pieces: Sequence[Piece], opset: int = TRACE_OPSET
-) -> dict[str, Fragment]:
+def trace_pieces(module: nn.Module, pieces: Sequence[Piece], opset: int = TRACE_OPSET) -> dict[str, Fragment]:
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
         rest = iter(arguments)
         results: list[Tensor] = []

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import TfmxError
 from ..runtime.bundle import FileInfo
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
 from ..tfm_model.state import StateSpec
-from ..tfm_model.transformer import Outputs, Transformer
+from ..tfm_model.transformer import Transformer
 from .builder import Builder
-from .lower_basic import COLUMNS, FLOAT, INT64
+from .lower_basic import COLUMNS, FLOAT, INT64, dims
 from .lower_ort import FusedLowering
 from .lower_portable import PortableLowering
 from .own_module import ModuleError, OwnModule, first_line
@@ -29,7 +29,16 @@ from .progress import Progress
 from .reference import Reference, WholeReference
 from .signature import Signature
 from .source import Graphs, stored_tensors
-from .stitch import GRAPHS_OF_KIND, GraphKind, Target, Weight, WeightPlan, dims, keep_input, present_shape, stamp
+from .stitch import (
+    GRAPHS_OF_KIND,
+    GraphKind,
+    Target,
+    Weight,
+    WeightPlan,
+    keep_input,
+    present_shape,
+    stamp,
+)
 from .trace import TRACE_OPSET, Fragment, Piece, trace_pieces
 from .weights import torch_dtype
 
@@ -42,17 +51,16 @@ class TraceError(TfmxError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
-    """Names, kinds and shapes, in order; a text in a shape is a dimension that is bound at run time."""
+class Slot:
+    """An input or output of a graph; a text in its shape is a dimension that is bound at run time."""
 
-    names: list[str]
-    dtypes: list[ir.DataType]
-    shapes: list[Shape]
+    name: str
+    dtype: ir.DataType
+    shape: Shape
 
-    def add(self, name: str, dtype: ir.DataType, shape: Shape) -> None:
-        self.names.append(name)
-        self.dtypes.append(dtype)
-        self.shapes.append(shape)
+    @property
+    def free_axes(self) -> list[int]:
+        return [axis for axis, dim in enumerate(self.shape) if isinstance(dim, str)]
 
 
 class WholeSource:
@@ -94,10 +102,12 @@ class WholeSource:
         model = self._copy().to(torch_dtype(self._dtype)).eval()
         kinds = GRAPHS_OF_KIND[self.signature.kind]
         pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
+        if isinstance(model, OwnModule):
+            _check_state_count(pieces[0], len(self.spec))
         try:
             traced = trace_pieces(model, pieces, opset if own else TRACE_OPSET)
         except Exception as error:
-            raise TraceError(f"torch could not trace the model: {first_line(error)}") from error
+            raise TraceError(f"torch could not trace the module: {first_line(error)}") from error
         progress.advance()
         plan = _ContentPlan(self._dtype)
         fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
@@ -106,116 +116,118 @@ class WholeSource:
 
     # --- what the graphs take and give --------------------------------------------------------------------
 
-    def _inputs(self, kind: GraphKind) -> Tensors:
-        """Without the state."""
-        found = Tensors([], [], [])
+    def _inputs(self, kind: GraphKind) -> list[Slot]:
+        """The state comes last."""
         elements = self.signature.inputs if kind == "encode" else self.signature.steps
         length: int | str = 1 if kind == "decode" else "sequence_length"
-        dtype = INT64 if elements.kind == "tokens" else self._dtype
-        found.add(elements.name, dtype, elements.shape(length))
+        slots = [
+            Slot(elements.name, INT64 if elements.kind == "tokens" else self._dtype, elements.shape(length))
+        ]
         if elements.kind != "images":
-            columns = "sequence_length" if kind == "encode" else "total_sequence_length"
-            found.add("attention_mask", INT64, ("batch_size", columns))
-        if kind != "encode":
-            found.add("position_ids", INT64, ("batch_size", length))
-            if self._has_source_mask:
-                found.add("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length"))
-        return found
+            columns = length if kind == "encode" or self._forgets else "total_sequence_length"
+            slots.append(Slot("attention_mask", INT64, ("batch_size", columns)))
+        if kind == "encode":
+            return slots
+        slots.append(Slot("position_ids", INT64, ("batch_size", length)))
+        if self.signature.kind == "encoder-decoder" and self.signature.inputs.kind != "images":
+            slots.append(Slot("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length")))
+        return slots + [Slot(state.past, self._dtype, state.shape) for state in self.spec]
 
     @property
-    def _has_source_mask(self) -> bool:
-        return self.signature.kind == "encoder-decoder" and self.signature.inputs.kind != "images"
+    def _forgets(self) -> bool:
+        """Whether nothing of ours looks back at columns of the past, so that the mask does without them."""
+        recurrent = all(state.growth == "constant" for state in self.spec)
+        return recurrent and isinstance(self._model, Transformer)
 
-    def _outputs(self, kind: GraphKind) -> Tensors:
-        found, answer, s = Tensors([], [], []), self.signature.outputs, self.signature
-        T: int | str = s.inputs.length if s.inputs.kind == "images" else "sequence_length"
-        if kind == "encode" and s.kind == "encoder":
-            found.add(answer.name, FLOAT, ("batch_size", *(() if answer.pooled else (T,)), answer.size))
-        elif kind == "encode":
-            assert s.encoded_width is not None
-            found.add("last_hidden_state", FLOAT, ("batch_size", T, s.encoded_width))
-            for state in self.spec:
-                if state.growth == "fixed":
-                    shape = tuple(T if dim == "encoder_sequence_length" else dim for dim in state.shape)
-                    found.add(state.present, self._dtype, shape)
-        else:
-            T = 1 if kind == "decode" else "sequence_length"
+    def _outputs(self, kind: GraphKind) -> list[Slot]:
+        """The main one first, then state, then maps."""
+        s, answer = self.signature, self.signature.outputs
+        if kind != "encode":
             kept: int | str = 1 if kind == "decode" or answer.only_last else "logits_length"
-            found.add(answer.name, FLOAT, ("batch_size", kept, answer.size))
-            for state in self.spec:
-                if state.growth != "fixed":
-                    found.add(state.present, self._dtype, tuple(present_shape(state.shape, "append")))
-        self._add_maps(found, kind, T)
-        return found
+            slots = [Slot(answer.name, FLOAT, ("batch_size", kept, answer.size))]
+            moving = [state for state in self.spec if state.growth != "fixed"]
+            slots += [
+                Slot(state.present, self._dtype, tuple(present_shape(state.shape, "append")))
+                for state in moving
+            ]
+            return slots + self._step_maps(1 if kind == "decode" else "sequence_length")
+        T: int | str = s.inputs.length if s.inputs.kind == "images" else "sequence_length"
+        maps = s.maps if s.kind == "encoder" else s.encoder_maps
+        shown = [
+            Slot(name, self._dtype, ("batch_size", heads, T, T))
+            for name, (_, heads) in zip(s.encoder_map_names, maps, strict=True)
+        ]
+        if s.kind == "encoder":
+            shape = ("batch_size", answer.size) if answer.pooled else ("batch_size", T, answer.size)
+            return [Slot(answer.name, FLOAT, shape), *shown]
+        assert s.encoded_width is not None
+        fixed = [
+            Slot(
+                state.present,
+                self._dtype,
+                tuple(T if dim == "encoder_sequence_length" else dim for dim in state.shape),
+            )
+            for state in self.spec
+            if state.growth == "fixed"
+        ]
+        return [Slot("last_hidden_state", FLOAT, ("batch_size", T, s.encoded_width)), *fixed, *shown]
 
-    def _add_maps(self, found: Tensors, kind: GraphKind, T: int | str) -> None:
+    def _step_maps(self, T: int | str) -> list[Slot]:
         s = self.signature
-        if kind == "encode":
-            names, maps = s.encoder_map_names, s.maps if s.kind == "encoder" else s.encoder_maps
-            for name, (_, heads) in zip(names, maps, strict=True):
-                found.add(name, self._dtype, ("batch_size", heads, T, T))
-            return
-        is_recurrent = all(state.growth == "constant" for state in self.spec)
-        for name, (_, heads) in zip(s.map_names, s.maps * 2, strict=False):
-            columns: int | str = T if is_recurrent else "total_sequence_length"
-            if name.startswith("cross"):
-                columns = s.inputs.length if s.inputs.kind == "images" else "encoder_sequence_length"
-            found.add(name, self._dtype, ("batch_size", heads, T, columns))
+        own: int | str = T if self._forgets else "total_sequence_length"
+        source: int | str = s.inputs.length if s.inputs.kind == "images" else "encoder_sequence_length"
+        return [
+            Slot(name, self._dtype, ("batch_size", heads, T, source if name.startswith("cross") else own))
+            for name, (_, heads) in zip(s.map_names, s.maps * 2, strict=False)
+        ]
 
     # --- tracing ------------------------------------------------------------------------------------------
 
     def _pieces(self, model: Transformer | OwnModule, kind: GraphKind) -> list[Piece]:
-        taken = self._inputs(kind)
-        shapes = taken.shapes + ([] if kind == "encode" else [state.shape for state in self.spec])
-        dtypes = taken.dtypes + [self._dtype] * (len(shapes) - len(taken.shapes))
-        examples = [_example(shape, dtype, kind) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        axes = [[i for i, dim in enumerate(shape) if isinstance(dim, str)] for shape in shapes]
-        names = taken.names
+        slots = self._inputs(kind)
+        names = [slot.name for slot in slots]
+        count = len(names) - (0 if kind == "encode" else len(self.spec))  # without the state
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(names, values, strict=False))
-            main = values[0]
+            given = dict(zip(names, values, strict=True))
             if kind == "encode":
-                outputs = model.encode(main, given.get("attention_mask"))
+                outputs = model.encode(values[0], given.get("attention_mask"))
             else:
-                call: Callable[..., Outputs] = model.body if self._splits(model) else model.step  # type: ignore[assignment]
+                call = model.body if isinstance(model, Transformer) and self._splits else model.step
                 outputs = call(
-                    main, given["attention_mask"], given["position_ids"], list(values[len(names) :]),
+                    values[0], given["attention_mask"], given["position_ids"], list(values[count:]),
                     given.get("encoder_attention_mask"),
                 )  # fmt: skip
-            self._check_state_count(kind, outputs)
             maps = self.signature.encoder_map_names if kind == "encode" else self.signature.map_names
             return outputs.main, *outputs.state, *(outputs.maps[name] for name in maps)
 
-        pieces = [Piece(kind, run, examples, axes, len(self._outputs(kind).names))]
-        if kind != "encode" and self._splits(model):
-            assert isinstance(model, Transformer)
-            T = 1 if kind == "decode" else _SIZES["sequence_length"]
-            hidden = torch.zeros(_SIZES["batch_size"], T, model.config.width, dtype=torch_dtype(self._dtype))
-            pieces.append(Piece(f"{kind} head", model.logits, [hidden], [[0] if kind == "decode" else [0, 1]], 1))
+        examples = [_example(slot, kind) for slot in slots]
+        pieces = [Piece(kind, run, examples, [slot.free_axes for slot in slots], len(self._outputs(kind)))]
+        if kind != "encode" and isinstance(model, Transformer) and self._splits:
+            length: int | str = 1 if kind == "decode" else "sequence_length"
+            hidden = Slot("hidden", self._dtype, ("batch_size", length, model.config.width))
+            pieces.append(
+                Piece(f"{kind} head", model.logits, [_example(hidden, kind)], [hidden.free_axes], 1)
+            )
         return pieces
 
-    def _splits(self, model: Transformer | OwnModule) -> bool:
+    @property
+    def _splits(self) -> bool:
         """A head that looks at each element alone can come after the choice of columns."""
-        return isinstance(model, Transformer) and not self.signature.outputs.only_last
-
-    def _check_state_count(self, kind: GraphKind, outputs: Outputs) -> None:
-        wanted = sum((state.growth == "fixed") == (kind == "encode") for state in self.spec)
-        if len(outputs.state) != wanted:
-            raise ModuleError(
-                f"the module's forward returns {len(outputs.state)} state tensors, its state_spec has {wanted}"
-            )
+        return not self.signature.outputs.only_last
 
     # --- stitching ----------------------------------------------------------------------------------------
 
     def _stitch(
-        self, kind: GraphKind, fragments: Mapping[str, Fragment], target: Target, opset: int, plan: _ContentPlan
+        self,
+        kind: GraphKind,
+        fragments: Mapping[str, Fragment],
+        target: Target,
+        opset: int,
+        plan: _ContentPlan,
     ) -> ir.Model:
         builder = Builder(kind, opset)
-        taken, given = self._inputs(kind), self._outputs(kind)
-        inputs = [builder.input(*one) for one in zip(taken.names, taken.dtypes, taken.shapes, strict=True)]
-        if kind != "encode":
-            inputs += [builder.input(state.past, self._dtype, state.shape) for state in self.spec]
+        inputs = [builder.input(slot.name, slot.dtype, slot.shape) for slot in self._inputs(kind)]
         keep = keep_input(builder) if kind == "prefill" and not self.signature.outputs.only_last else None
         lowering_kind = PortableLowering if target == "portable" else FusedLowering
         context = max(self.signature.inputs.length, self.signature.steps.length)
@@ -225,8 +237,8 @@ class WholeSource:
         if f"{kind} head" in fragments:
             builder.scope = "head"
             [main] = stamp(fragments[f"{kind} head"], [main], "", lowering, plan)
-        for value, *one in zip([main, *rest], given.names, given.dtypes, given.shapes, strict=True):
-            builder.output(value, *one)
+        for value, slot in zip([main, *rest], self._outputs(kind), strict=True):
+            builder.output(value, slot.name, slot.dtype, slot.shape)
         builder.drop_unused(["position_ids"])
         return builder.model()
 
@@ -237,12 +249,21 @@ _SIZES = {
 }  # fmt: skip
 
 
-def _example(shape: Shape, dtype: ir.DataType, kind: GraphKind) -> Tensor:
+def _example(slot: Slot, kind: GraphKind) -> Tensor:
     sizes = _SIZES | ({"total_sequence_length": 4} if kind == "decode" else {})
-    dims_ = [sizes[dim] if isinstance(dim, str) else dim for dim in shape]
-    if dtype == INT64:
-        return torch.ones(dims_, dtype=torch.int64)
-    return torch.zeros(dims_, dtype=torch_dtype(dtype))
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in slot.shape]
+    return (
+        torch.ones(shape, dtype=torch.int64)
+        if slot.dtype == INT64
+        else torch.zeros(shape, dtype=torch_dtype(slot.dtype))
+    )
+
+
+@torch.no_grad()
+def _check_state_count(piece: Piece, wanted: int) -> None:
+    count = len(piece.run(*piece.inputs)) - 1  # type: ignore[arg-type]
+    if count != wanted:
+        raise ModuleError(f"the module's forward returns {count} state tensors, its state_spec has {wanted}")
 
 
 class _ContentPlan(WeightPlan):

@@ -92,7 +92,7 @@ class AppendEngine:
         data, new = pad_left(rows, self._wiring.tail, self._wiring.dtype)
         P, T = self._mask.shape[1], max(counts)
         mask = np.concatenate((self._mask, new), axis=1)  # (B, P+T)
-        positions = (mask.cumsum(axis=1) - 1).clip(0)[:, P:]
+        positions = (np.asarray(self.lengths, np.int64)[:, None] + new.cumsum(axis=1) - 1).clip(0)
         before = self._past, self._mask
         step = T if extras else CHUNK
         found = []
@@ -120,7 +120,8 @@ class AppendEngine:
         extras: Sequence[str] = (),
     ) -> list[Any]:
         """One run; its presents become the past. Gives the main output and the extras as OrtValues."""
-        arrays = {self._wiring.input: data, "attention_mask": mask, "position_ids": positions}
+        shown = mask[:, -data.shape[1] :] if self._wiring.new_mask else mask
+        arrays = {self._wiring.input: data, "attention_mask": shown, "position_ids": positions}
         arrays |= {
             "num_logits_to_keep": np.asarray(keep, np.int64),
             "encoder_attention_mask": self._source_mask,
@@ -143,7 +144,7 @@ class AppendEngine:
             past if state.growth == "fixed" else (next(presents), None)
             for state, past in zip(self._states, self._past, strict=True)
         ]
-        self._mask = mask
+        self._mask = mask[:, :0] if self._wiring.new_mask else mask
         return found[len(carried) :]
 
     def _result(self, output: Any) -> Logits:

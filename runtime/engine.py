@@ -149,6 +149,7 @@ class Wiring:
     output: str
     size: int
     last_only: bool  # the graph gives one position, the last, whatever it is asked for
+    new_mask: bool  # its mask has the new elements' columns only: a recurrent state has no others
 
     @classmethod
     def of(cls, manifest: Manifest) -> Wiring:
@@ -158,7 +159,9 @@ class Wiring:
         assert output is not None
         tail = tuple(dim for dim in main.shape[2:] if isinstance(dim, int))
         last_only = output.shape[1] == 1
-        return cls(main.name, NUMPY_DTYPES[main.dtype], tail, outputs.name, outputs.size, last_only)
+        mask = graph.input("attention_mask")
+        new_mask = mask is not None and mask.shape[1] == main.shape[1]
+        return cls(main.name, NUMPY_DTYPES[main.dtype], tail, outputs.name, outputs.size, last_only, new_mask)
 
 
 def check_room(manifest: Manifest, lengths: Sequence[int], new: Sequence[int]) -> None:

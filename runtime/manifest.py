@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..strict_json import SchemaError, decode, encode
 from .manifest_checks import ATTENTIONS, check_manifest
 from .manifest_parts import (
     HIDDEN,
@@ -28,7 +29,6 @@ from .manifest_parts import (
     StateInfo,
     TensorInfo,
 )
-from .strict_json import SchemaError, decode, encode
 
 __all__ = [
     "DIGEST_KEY",

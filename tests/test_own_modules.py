@@ -130,7 +130,7 @@ def test_a_module_that_torch_cannot_trace_is_an_error_in_one_line(tmp_path: Path
     text = TOY.replace(
         "        real =", "        if input_ids.sum() > 5: input_ids = input_ids * 1\n        real ="
     )
-    with pytest.raises(TfmxError, match="torch could not trace the module's prefill: ") as caught:
+    with pytest.raises(TfmxError, match="torch could not trace the module: ") as caught:
         export(write(tmp_path, text), tmp_path / "bundle", ExportOptions())
     assert "\n" not in str(caught.value)
 

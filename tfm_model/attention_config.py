@@ -152,9 +152,13 @@ class AttentionConfig:
                 f"wanted n_heads 1 (found {self.n_heads}) and no qk_norm"
             )
         if self.full_rank_values and (self.combination != "sum" or self.out_bias):
-            raise ConfigError("attention.full_rank_values has no W_O: wanted combination 'sum' and no out_bias")
+            raise ConfigError(
+                "attention.full_rank_values has no W_O: wanted combination 'sum' and no out_bias"
+            )
         if self.random_features and (self.softcap or self.relative):
-            raise ConfigError("attention.random_features has no scores, so no softcap and no relative positions")
+            raise ConfigError(
+                "attention.random_features has no scores, so no softcap and no relative positions"
+            )
 
     def _check_grouping(self) -> None:
         """What needs a key head for each query head."""

@@ -65,18 +65,36 @@ def attention(
         attributes = attention_attributes(config, window) | {
             "value_dim": Dv, "causal": int(causal), "has_weights": int(with_weights)
         }  # fmt: skip
-        inputs = (qkv, past_key, past_value, attention_mask, position_ids, cos, sin, q_norm, k_norm, *relative)
+        inputs = (
+            qkv,
+            past_key,
+            past_value,
+            attention_mask,
+            position_ids,
+            cos,
+            sin,
+            q_norm,
+            k_norm,
+            *relative,
+        )
         shapes = [(B, T, H * Dv), (B, H_kv, P + T, D), (B, H_kv, P + T, Dv), (B, H, T, P + T)]
         count = 4 if with_weights else 3
-        y, key, value, *weights = torch.onnx.ops.symbolic_multi_out(
-            "tfmx::Attention", inputs, attributes, dtypes=(qkv.dtype,) * count, shapes=shapes[:count], version=1
+        y, key, value, *maps = torch.onnx.ops.symbolic_multi_out(
+            "tfmx::Attention",
+            inputs,
+            attributes,
+            dtypes=(qkv.dtype,) * count,
+            shapes=shapes[:count],
+            version=1,
         )
-        return Attended(y, key, value, weights[0] if weights else None)
+        return Attended(y, key, value, maps[0] if maps else None)
 
     q, k, v = split_heads(qkv, position_ids, rotary, q_norm, k_norm, config, Dv)
-    key, value = (k, v) if past is None else (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
+    key, value = (
+        (k, v) if past is None else (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
+    )
     wide = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.unflatten(1, (H_kv, H // H_kv))  # (B, H_kv, H/H_kv, T, D)
+    grouped = q.reshape(B, H_kv, H // H_kv, T, D)  # (B, H_kv, H/H_kv, T, D)
     scores = (grouped @ key[:, :, None].transpose(-1, -2)).flatten(1, 2).to(wide)  # (B, H, T, P+T)
     index = None
     if attention_mask is not None and position_ids is not None and any(r is not None for r in relative):
@@ -88,10 +106,12 @@ def attention(
     if config.softcap is not None:
         scores = config.softcap * torch.tanh(scores / config.softcap)
     if attention_mask is not None:
-        seen = visible(attention_mask, T, position_ids, causal=causal, window=window)[:, None]  # (B, 1, T, P+T)
+        seen = visible(attention_mask, T, position_ids, causal=causal, window=window)[
+            :, None
+        ]  # (B, 1, T, P+T)
         scores = torch.where(seen, scores, HIDDEN_SCORE)
     weights = scores.softmax(-1).to(q.dtype)
-    y = (weights.unflatten(1, (H_kv, H // H_kv)) @ value[:, :, None]).flatten(1, 2)  # (B, H, T, Dv)
+    y = (weights.reshape(B, H_kv, H // H_kv, T, -1) @ value[:, :, None]).flatten(1, 2)  # (B, H, T, Dv)
     if relative.values is not None and index is not None:
         y = y + torch.einsum("bhts,btsd->bhtd", weights, relative.values[index])
     return Attended(y.transpose(1, 2).flatten(2), key, value, weights if with_weights else None)

@@ -13,7 +13,6 @@ import torch
 from .. import InputError
 from .config import ModelConfig
 
-
 CheckpointKind = Literal["gguf", "huggingface", "tfmx", "preset", "python"]
 
 
@@ -38,7 +37,7 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     decoder_start_token_id: int | None = None  # an encoder-decoder's answer begins with it
-    sampling: Mapping[str, float] = field(default_factory=dict)  # temperature, top_p, ...: only what they set
+    sampling: dict[str, float] = field(default_factory=dict)  # temperature, top_p, ...: only what they set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -174,7 +174,9 @@ class HeadConfig:
         if self.size is not None:
             check_count("head.size", self.size)
             if not sized:
-                raise ConfigError(f"head.size is set, but a head of kind {self.kind!r} has no size of its own")
+                raise ConfigError(
+                    f"head.size is set, but a head of kind {self.kind!r} has no size of its own"
+                )
         if self.softcap is not None:
             check_positive("head.softcap", self.softcap)
         if self.labels is not None and (self.kind != "classes" or len(self.labels) != self.size):
@@ -270,7 +272,9 @@ class ModelConfig:
             if value is not None:
                 raise ConfigError(f"{name} is set, but LSTM layers have none")
         if self.last_norm or not self.causal or self.windows:
-            raise ConfigError("an LSTM is causal, without norms and windows: wanted last_norm=False, causal=True")
+            raise ConfigError(
+                "an LSTM is causal, without norms and windows: wanted last_norm=False, causal=True"
+            )
 
     def _check_attention(self, attention: AttentionConfig) -> None:
         if self.norm is None:
@@ -293,11 +297,15 @@ class ModelConfig:
                 raise ConfigError(
                     f"width is {self.width}, wanted an even number: sinusoids come as sine and cosine"
                 )
-        if isinstance(self.inputs, VectorInputs) and not self.inputs.projected:
-            if self.inputs.features != self.embedding_width:
-                raise ConfigError(
-                    f"inputs.features ({self.inputs.features}) must be {self.embedding_width}, as they are not projected"
-                )
+        inputs = self.inputs
+        if (
+            isinstance(inputs, VectorInputs)
+            and not inputs.projected
+            and inputs.features != self.embedding_width
+        ):
+            raise ConfigError(
+                f"inputs.features ({inputs.features}) must be {self.embedding_width}, as they are not projected"
+            )
         if isinstance(self.inputs, PatchInputs):
             if self.causal:
                 raise ConfigError("images are read all at once: wanted causal=False")
@@ -312,7 +320,9 @@ class ModelConfig:
         if head.kind == "tokens" and not isinstance(self.inputs, TokenInputs):
             raise ConfigError("head.kind is 'tokens', but the inputs are none")
         if head.tied and self.embedding_width != self.width:
-            raise ConfigError("head.tied needs embeddings as wide as the model; one-hot positions take a part")
+            raise ConfigError(
+                "head.tied needs embeddings as wide as the model; one-hot positions take a part"
+            )
         if head.pooling == "class_token" and not has_class_token:
             raise ConfigError("head.pooling is 'class_token', but the inputs have none")
         if head.kind == "embedding" and head.pooling == "none":
@@ -323,9 +333,7 @@ class ModelConfig:
             return
         for layer in self.attention_outputs:
             if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.n_layers:
-                raise ConfigError(
-                    f"attention_outputs names layer {layer!r}, wanted 0 to {self.n_layers - 1}"
-                )
+                raise ConfigError(f"attention_outputs names layer {layer!r}, wanted 0 to {self.n_layers - 1}")
         if isinstance(self.mixer, LstmConfig) and not self.mixer.ablated:
             raise ConfigError("attention_outputs is set, but an LSTM has no weights over its inputs to show")
         if isinstance(self.mixer, AttentionConfig) and self.mixer.random_features:
@@ -335,6 +343,8 @@ class ModelConfig:
         if encoder.kind != "encoder" or encoder.head != HeadConfig(kind="hidden"):
             raise ConfigError("encoder must be an encoder: causal=False and HeadConfig(kind='hidden')")
         if not self.causal or self.head.kind != "tokens" or self.head.pooling != "none":
-            raise ConfigError("an encoder-decoder gives tokens: wanted causal=True and a head of kind 'tokens'")
+            raise ConfigError(
+                "an encoder-decoder gives tokens: wanted causal=True and a head of kind 'tokens'"
+            )
         if self.attention.similarity != "asymmetric" or self.attention.full_rank_values:
             raise ConfigError("an encoder-decoder's attention has queries, keys and values of its own")

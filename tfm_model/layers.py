@@ -77,7 +77,9 @@ class RelativePositions(nn.Module):
     bucket: Tensor
     slopes: Tensor
 
-    def __init__(self, config: RelativeConfig, heads: int, head_dim: int, value_dim: int, *, causal: bool) -> None:
+    def __init__(
+        self, config: RelativeConfig, heads: int, head_dim: int, value_dim: int, *, causal: bool
+    ) -> None:
         super().__init__()
         self.config = config
         rows = 2 * config.max_distance + 1
@@ -122,7 +124,14 @@ class Attention(nn.Module):
     directions: Tensor
 
     def __init__(
-        self, width: int, config: AttentionConfig, layer: int, window: int | None, *, causal: bool, shows: bool
+        self,
+        width: int,
+        config: AttentionConfig,
+        layer: int,
+        window: int | None,
+        *,
+        causal: bool,
+        shows: bool,
     ) -> None:
         super().__init__()
         self.config, self.window, self.causal, self.shows = config, window, causal, shows
@@ -130,7 +139,11 @@ class Attention(nn.Module):
         projections = {"asymmetric": config.q_size + config.kv_size, "symmetric": config.q_size, "raw": 0}
         rows = projections[config.similarity] + config.n_kv_heads * value_dim
         self.qkv = Linear(width, rows, bias=config.qkv_bias)
-        self.out = None if config.full_rank_values else Linear(config.n_heads * value_dim, width, bias=config.out_bias)
+        self.out = (
+            None
+            if config.full_rank_values
+            else Linear(config.n_heads * value_dim, width, bias=config.out_bias)
+        )
         self.q_norm = Norm(config.head_dim, config.qk_norm) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config.qk_norm) if config.qk_norm else None
         self.relative = None
@@ -169,7 +182,9 @@ class Attention(nn.Module):
             return projected
         if self.config.similarity == "raw":
             return torch.cat((x, x, projected), dim=-1)
-        shared, values = torch.split(projected, [self.config.q_size, projected.shape[-1] - self.config.q_size], dim=-1)
+        shared, values = torch.split(
+            projected, [self.config.q_size, projected.shape[-1] - self.config.q_size], dim=-1
+        )
         return torch.cat((shared, shared, values), dim=-1)
 
     def combine(self, y: Tensor) -> Tensor:
@@ -180,7 +195,8 @@ class Attention(nn.Module):
             return combined
         heads = torch.split(y, [self.value_dim] * self.config.n_heads, dim=-1)
         if self.out is not None:  # Σ_h W_h^T y_h: each head has its columns of W_O
-            columns = self.out.weight.split(self.value_dim, dim=1)
+            ends = range(self.value_dim, y.shape[-1] + 1, self.value_dim)
+            columns = (self.out.weight[:, end - self.value_dim : end] for end in ends)
             heads = tuple(F.linear(head, part) for head, part in zip(heads, columns, strict=True))
         total = heads[0]
         for head in heads[1:]:
@@ -206,7 +222,12 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, reads: Reads, state: list[Tensor]) -> Mixed:
         y, weights = cross_attention(
-            self.query(x), state[0], state[1], reads.encoder_attention_mask, self.config, with_weights=self.shows
+            self.query(x),
+            state[0],
+            state[1],
+            reads.encoder_attention_mask,
+            self.config,
+            with_weights=self.shows,
         )
         return Mixed(self.out(y), [], weights)
 

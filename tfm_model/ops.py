@@ -82,8 +82,9 @@ def gated_activation(x: Tensor, kind: Activation) -> Tensor:
 def _plain_activation(x: Tensor, kind: Activation) -> Tensor:
     if kind in {"gelu", "gelu_tanh"}:
         return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
-    plain = {"silu": F.silu, "relu": F.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}
-    return plain[kind](x)
+    if kind in {"sigmoid", "tanh"}:
+        return torch.sigmoid(x) if kind == "sigmoid" else torch.tanh(x)
+    return F.silu(x) if kind == "silu" else F.relu(x)
 
 
 def patches(image: Tensor, patch: int) -> Tensor:

@@ -47,17 +47,26 @@ _DECODER = ModelConfig(
 )
 _ENCODER = replace(_DECODER, causal=False, head=HeadConfig(kind="hidden"))
 _SET = replace(
-    _ENCODER, inputs=VectorInputs(features=6), positions=None, head=HeadConfig(kind="classes", size=5, pooling="mean")
+    _ENCODER,
+    inputs=VectorInputs(features=6),
+    positions=None,
+    head=HeadConfig(kind="classes", size=5, pooling="mean"),
 )
+_PATCHES = PatchInputs(channels=3, height=16, width=24, patch=8, bias=True, class_token=True)
 _IMAGE = replace(
     _ENCODER,
-    inputs=PatchInputs(channels=3, height=16, width=24, patch=8, bias=True, class_token=True),
+    inputs=_PATCHES,
     context=7,
     head=HeadConfig(kind="classes", size=10, pooling="class_token"),
 )
 _SEQ2SEQ = replace(_DECODER, encoder=replace(_ENCODER, width=40, n_layers=3))
 _LSTM = ModelConfig(
-    inputs=TokenInputs(vocab_size=96), width=48, n_layers=2, context=128, mixer=LstmConfig(bias=True), last_norm=False
+    inputs=TokenInputs(vocab_size=96),
+    width=48,
+    n_layers=2,
+    context=128,
+    mixer=LstmConfig(bias=True),
+    last_norm=False,
 )
 _SERIES = replace(_LSTM, inputs=VectorInputs(features=3), head=HeadConfig(kind="values", size=2, bias=True))
 _PRINTED = LstmConfig(candidate="sigmoid", output="sigmoid")  # sigmoids and no biases, as printed
@@ -112,9 +121,9 @@ PRESETS: dict[str, ModelConfig] = {
     "asymmetric": _attention(similarity="asymmetric", qkv_bias=True),
     "set": _SET,
     "causal-classifier": replace(_ENCODER, causal=True, head=HeadConfig(kind="classes", size=4, pooling="mean")),
-    "random-features": _attention(random_features=RandomFeatureConfig(features=32)),
+    "random-features": _attention(random_features=RandomFeatureConfig(features=64)),
     "random-features-unit": _attention(
-        scale=4.0, random_features=RandomFeatureConfig(features=32, sigma=0.5, unit_norm=True)
+        scale=1.0, random_features=RandomFeatureConfig(features=64, sigma=0.5, unit_norm=True)
     ),
     "random-features-encoder": replace(
         _ENCODER, mixer=replace(_HEADS, random_features=RandomFeatureConfig(features=32))
@@ -170,7 +179,7 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "encoder-decoder": _SEQ2SEQ,
     "captioner": replace(
-        _DECODER, encoder=replace(_IMAGE, inputs=replace(_IMAGE.inputs, class_token=False), context=6, head=HeadConfig(kind="hidden"))
+        _DECODER, encoder=replace(_IMAGE, inputs=replace(_PATCHES, class_token=False), context=6, head=HeadConfig(kind="hidden"))
     ),
     "vision-transformer": replace(_IMAGE, head=HeadConfig(kind="classes", size=10, pooling="mean", bias=True)),
     "lstm": _LSTM,

@@ -21,6 +21,7 @@ so far; that cancels too. Queries and keys of length 1 have one e_k for all, whi
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,9 @@ from .attention_ops import attention_attributes, split_heads
 from .config import CellActivation
 
 SPAN = 64  # causal sums are taken over spans: within one by a masked matrix, before it by the state
-LEAST = 1e-6  # a denominator nearer to 0 counts as this: a row of pads gives numbers, not NaN
+# A denominator nearer to 0 counts as this: a row of pads gives numbers, not NaN. It is so small because longer keys
+# that come later shrink an earlier row's numerator and denominator alike.
+LEAST = 1e-30
 
 
 class FeatureState(NamedTuple):
@@ -69,11 +72,11 @@ def random_feature_attention(
         inputs = (qkv, directions, mask, position_ids, cos, sin, q_norm, k_norm, *(state or ()))
         shapes = [(B, T, H * value_dim), (B, H, F2, value_dim), (B, H, F2), (B, H)]
         count = 4 if has_peak else 3
-        y, sums, normalizer, *peak = torch.onnx.ops.symbolic_multi_out(
+        y, sums, normalizer, *rest = torch.onnx.ops.symbolic_multi_out(
             "tfmx::RandomFeatureAttention", inputs, attributes,
             dtypes=(qkv.dtype,) * count, shapes=shapes[:count], version=1,
         )  # fmt: skip
-        return y, FeatureState(sums, normalizer, peak[0] if peak else None)
+        return y, FeatureState(sums, normalizer, rest[0] if rest else None)
 
     q, k, v = split_heads(qkv, position_ids, rotary, q_norm, k_norm, config, value_dim)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -89,7 +92,9 @@ def random_feature_attention(
     if has_peak:
         size = config.score_scale / 2 * k.square().sum(-1)  # (B, H, T)
         size = size if mask is None else size * mask[:, None]
-        before = torch.zeros_like(size[..., 0]) if state is None or state.peak is None else state.peak.to(wide)
+        before = (
+            torch.zeros_like(size[..., 0]) if state is None or state.peak is None else state.peak.to(wide)
+        )
         peak = torch.maximum(before, size.amax(-1))  # (B, H)
         total = total * torch.exp(before - peak)[..., None, None]
         k_features = k_features * torch.exp(size - peak[..., None])[..., None]
@@ -105,7 +110,7 @@ def random_feature_attention(
 
 def _features(x: Tensor, directions: Tensor) -> Tensor:
     angles = x @ directions.T
-    return torch.cat((angles.sin(), angles.cos()), dim=-1) * directions.shape[0] ** -0.5
+    return torch.cat((angles.sin(), angles.cos()), dim=-1) * math.sqrt(1 / directions.shape[0])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, total: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -113,7 +118,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, total: Tensor, *, causal: bool) -> 
         total = total + k.transpose(-1, -2) @ v
         return q @ total, total
     rows = []
-    for q_span, k_span, v_span in zip(q.split(SPAN, 2), k.split(SPAN, 2), v.split(SPAN, 2), strict=True):
+    for q_span, k_span, v_span in zip(*(torch.split(x, SPAN, dim=2) for x in (q, k, v)), strict=True):
         rows.append(q_span @ total + (q_span @ k_span.transpose(-1, -2)).tril() @ v_span)
         total = total + k_span.transpose(-1, -2) @ v_span
     return torch.cat(rows, dim=2), total

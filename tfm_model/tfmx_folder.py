@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..runtime.strict_json import SchemaError, decode, encode
+from ..strict_json import SchemaError, decode, encode
 from .checkpoint import Checkpoint, CheckpointError, CheckpointKind, GenerationDefaults, LazyTensor
 from .checks import ConfigError
 from .config import ModelConfig
@@ -22,7 +22,12 @@ from .transformer import Transformer
 
 MODEL_TYPE = "tfmx"
 T = TypeVar("T")
-_CONFIG, _WEIGHTS, _TOKENIZER, _GENERATION = "config.json", "model.safetensors", "tokenizer.json", "generation_config.json"
+_CONFIG, _WEIGHTS, _TOKENIZER, _GENERATION = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "generation_config.json",
+)
 
 
 def save_model(
@@ -35,7 +40,9 @@ def save_model(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in stored_weights(model).items()}, folder / _WEIGHTS)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored_weights(model).items()}, folder / _WEIGHTS
+    )
     if tokenizer_json is not None:
         (folder / _TOKENIZER).write_text(tokenizer_json, encoding="utf-8")
     (folder / _GENERATION).write_text(_json(encode(generation or GenerationDefaults())))

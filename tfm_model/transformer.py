@@ -165,6 +165,8 @@ class Transformer(nn.Module):
             maps = {f"encoder_{name}": weights for name, weights in encoded.maps.items()}
             return Outputs(encoded.main, self.remember(encoded.main), maps)
         position_ids = None
+        if attention_mask is None and inputs.dim() < 4:  # no image: all is real
+            attention_mask = torch.ones(inputs.shape[:2], dtype=torch.int64, device=inputs.device)
         if attention_mask is not None:
             position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
         reads = Reads(attention_mask, position_ids, self.rotary(position_ids))
