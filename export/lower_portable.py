@@ -59,5 +59,5 @@ class PortableLowering(RecurrentLowering):
             case "Recurrence":
                 return self.recurrence(x, given(second), given(third))
             case "RecurrenceWeights":
-                return [self.recurrence_weights(x, given(second))]
+                return [self.recurrence_weights(x, given(second), given(third))]
         raise AssertionError(f"there is no lowering for {node.op_type}")

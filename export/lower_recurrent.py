@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..tfm_model.attention_ops import HIDDEN_SCORE
 from ..tfm_model.recurrent_ops import LEAST, SPAN
 from .lower_attention import AttentionLowering, Heads, Inputs
 from .lower_basic import END, FLOAT, dims, given
@@ -226,14 +227,21 @@ class RecurrentLowering(AttentionLowering):
         padded = self.b.op("Pad", x, self.b.const([0, shift, 0, 0, 0, 0]), self.b.const(value, FLOAT))
         return self.b.slice(padded, self.b.const([0]), length, 1)
 
-    def recurrence_weights(self, log_keep: ir.Value, log_add: ir.Value) -> ir.Value:
+    def recurrence_weights(self, keep: ir.Value, add: ir.Value, mask: ir.Value) -> ir.Value:
         b = self.b
-        kept = b.op(
-            "Transpose", b.op("CumSum", self.widen(log_keep), b.const(1)), perm=[0, 2, 1]
-        )  # (B, N, T)
-        added = b.op("Sub", b.op("Transpose", self.widen(log_add), perm=[0, 2, 1]), kept)
+        real = b.op("Unsqueeze", b.op("Cast", mask, to=ir.DataType.BOOL), b.const([1]))  # (B, 1, T)
+        hidden = b.const(HIDDEN_SCORE, FLOAT)
+        log_keep = b.op("Where", real, self._log_sigmoid(keep), b.const(0, FLOAT))  # (B, N, T)
+        log_add = b.op("Where", real, self._log_sigmoid(add), hidden)
+        kept = b.op("CumSum", log_keep, b.const(2))
+        added = b.op("Sub", log_add, kept)
         logs = b.op("Add", b.op("Unsqueeze", kept, b.const([3])), b.op("Unsqueeze", added, b.const([2])))
-        columns = self.first_columns(b.dim(log_keep, 1))
+        columns = self.first_columns(b.dim(mask, 1))
         seen = b.op("LessOrEqual", columns, b.op("Unsqueeze", columns, b.const([1])))
-        logs = b.op("Where", seen, logs, b.const(-1e30, FLOAT))
-        return self.narrow(b.op("Exp", logs))
+        return self.narrow(b.op("Exp", b.op("Where", seen, logs, hidden)))
+
+    def _log_sigmoid(self, x: ir.Value) -> ir.Value:
+        """(B, T, N) → (B, N, T); the logarithm of a sigmoid would be that of 0 where it underflows."""
+        b = self.b
+        softplus = b.op("Softplus", b.op("Neg", self.widen(b.op("Transpose", x, perm=[0, 2, 1]))))
+        return b.op("Neg", softplus)

@@ -106,7 +106,9 @@ def random_source(config: ModelConfig, batch: int = B, dtype: torch.dtype = torc
     return None if config.encoder is None else random_inputs(config.encoder, batch, S, seed=99, dtype=dtype)
 
 
-def export_family(name: str, folder: Path) -> dict[Target, Path]:
+def export_family(
+    name: str, folder: Path, attentions: tuple[int, ...] | Literal["all"] = ()
+) -> dict[Target, Path]:
     """Both targets from one trace: nearly all the time of an export is spent on that."""
     model, traced = family_model(name, torch.float32), {}
 
@@ -119,6 +121,6 @@ def export_family(name: str, folder: Path) -> dict[Target, Path]:
     checkpoint = model_checkpoint(model, "preset", (), preset_generation(model.config), None)
     with mock.patch.object(whole, "trace_pieces", trace_once):
         for target in TARGETS:
-            source = checkpoint_source(checkpoint, ir.DataType.FLOAT, None)
+            source = checkpoint_source(checkpoint, ir.DataType.FLOAT, None, attentions)
             export_model(source, folder / target, ExportOptions(target=target, verify=False))
     return {target: folder / target for target in TARGETS}

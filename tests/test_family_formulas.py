@@ -28,7 +28,7 @@ from tfmx.tfm_model.config import (
     VectorInputs,
 )
 from tfmx.tfm_model.inputs import Positions, sinusoids
-from tfmx.tfm_model.layers import AblatedLstm, Linear, Reads, alibi_slopes, t5_buckets
+from tfmx.tfm_model.layers import AblatedLstm, Linear, alibi_slopes, t5_buckets
 from tfmx.tfm_model.recurrent_ops import recurrence, recurrence_weights
 from tfmx.tfm_model.transformer import Transformer
 
@@ -65,7 +65,7 @@ def block(attention: AttentionConfig = HEADS, **settings: object) -> Transformer
     model = random_model(replace(config, **settings))
     for name, weight in model.named_parameters():
         if "qkv" in name or "relative" in name:
-            weight *= 3  # scores that are far from uniform
+            weight.mul_(3)  # scores that are far from uniform
     return model
 
 
@@ -402,7 +402,7 @@ def test_directions_are_normal_with_the_given_sigma_and_come_from_the_seed() -> 
 def test_random_features_converge_to_the_softmax_like_one_over_the_root_of_their_number(
     causal: bool, unit: bool
 ) -> None:
-    x, medians = 0.5 * elements(), []
+    x, medians = (0.5 if unit else 0.15) * elements(), []
     for size in SIZES:
         errors = []
         for seed in range(25):

@@ -262,13 +262,11 @@ class AblatedLstm(nn.Module):
     def forward(self, x: Tensor, reads: Reads, state: list[Tensor]) -> Mixed:
         assert reads.attention_mask is not None
         candidate, i, f = torch.split(self.gates(x), [x.shape[-1]] * 3, dim=-1)
-        real = ops.new_mask(reads.attention_mask, x)[..., None].bool()
+        mask = ops.new_mask(reads.attention_mask, x)
+        real = mask[..., None].bool()
         content = ops.activation(candidate, self.config.candidate)
         keep = torch.where(real, f.sigmoid(), 1.0)
         add = torch.where(real, i.sigmoid() * content, 0.0)
         cells, cell = recurrence(keep, add, state[0])
-        weights = None
-        if self.shows:
-            log_keep = torch.where(real, -F.softplus(-f), 0.0)
-            weights = recurrence_weights(log_keep, torch.where(real, -F.softplus(-i), -1e30))
+        weights = recurrence_weights(f, i, mask) if self.shows else None
         return Mixed(ops.activation(cells, self.config.output), [cell], weights)

@@ -5,7 +5,7 @@
 | tfmx::RandomFeatureAttention| qkv, directions (D, k), [mask], [position_ids], [cos, sin], [q_norm, k_norm], [sums, normalizer, [peak]] | y, sums, normalizer, [peak] |
 | tfmx::Lstm                  | x, mask, hidden, cell, input_weight (4N, in), hidden_weight (4N, N), [bias] | y, hidden, cell                |
 | tfmx::Recurrence            | keep (B, T, N), add (B, T, N), start (B, N)                                 | every c_t (B, T, N), the last  |
-| tfmx::RecurrenceWeights     | log_keep (B, T, N), log_add (B, T, N)                                       | (B, N, T, T)                   |
+| tfmx::RecurrenceWeights     | keep (B, T, N), add (B, T, N): before their sigmoids; mask                  | (B, N, T, T)                   |
 
 **Random features.** For any x, y and w ~ N(0, σ² I), E[cos(w·(x - y))] = exp(-σ²|x - y|²/2). With
 φ(x) = sqrt(1/D) [sin(w_1·x) ... sin(w_D·x), cos(w_1·x) ... cos(w_D·x)], φ(x)·φ(y) is the mean of
@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attention_config import AttentionConfig
-from .attention_ops import attention_attributes, split_heads
+from .attention_ops import HIDDEN_SCORE, attention_attributes, split_heads
 from .config import CellActivation
+from .ops import node
 
 SPAN = 64  # causal sums are taken over spans: within one by a masked matrix, before it by the state
 # A denominator nearer to 0 counts as this: a row of pads gives numbers, not NaN. It is so small because longer keys
@@ -178,15 +179,19 @@ def recurrence(keep: Tensor, add: Tensor, start: Tensor) -> tuple[Tensor, Tensor
     return cells, cells[:, -1]
 
 
-def recurrence_weights(log_keep: Tensor, log_add: Tensor) -> Tensor:
-    """w[t, s] = add_s keep_{s+1} ... keep_t for s <= t, of each dimension: (B, N, T, T)."""
-    B, T, N = log_keep.shape
+def recurrence_weights(keep: Tensor, add: Tensor, mask: Tensor) -> Tensor:
+    """w[t, s] = σ(add_s) σ(keep_{s+1}) ... σ(keep_t) for s <= t, of each dimension: (B, N, T, T). Pads have none.
+
+    Sums of logarithms, in float32 or wider: products would underflow.
+    """
+    B, T, N = keep.shape
     if torch.onnx.is_in_onnx_export():
-        [weights] = torch.onnx.ops.symbolic_multi_out(
-            "tfmx::RecurrenceWeights", (log_keep, log_add), {},
-            dtypes=(log_keep.dtype,), shapes=((B, N, T, T),), version=1,
-        )  # fmt: skip
-        return weights
-    kept = log_keep.cumsum(1).transpose(1, 2)  # (B, N, T)
-    logs = kept[..., :, None] + (log_add.transpose(1, 2) - kept)[..., None, :]
-    return torch.where(torch.ones(T, T, dtype=torch.bool, device=logs.device).tril(), logs, -torch.inf).exp()
+        return node("RecurrenceWeights", (keep, add, mask), {}, keep, (B, N, T, T))
+    wide = torch.promote_types(keep.dtype, torch.float32)
+    real = mask[:, None].bool()  # (B, 1, T)
+    log_keep = torch.where(real, F.logsigmoid(keep.to(wide)).transpose(1, 2), 0.0)
+    log_add = torch.where(real, F.logsigmoid(add.to(wide)).transpose(1, 2), HIDDEN_SCORE)
+    kept = log_keep.cumsum(-1)  # (B, N, T)
+    logs = kept[..., :, None] + (log_add - kept)[..., None, :]
+    past = torch.ones(T, T, dtype=torch.bool, device=keep.device).tril()
+    return torch.where(past, logs, HIDDEN_SCORE).exp().to(keep.dtype)
