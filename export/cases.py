@@ -20,6 +20,7 @@ Ids = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Padding = Literal["left", "right"]
 DECODE_STEPS = 16
+LONG = 200  # more than three spans of random features
 MOST_COLUMNS = 1024  # of an encoder's longest case: its scores are a square
 
 
@@ -60,13 +61,18 @@ class Case:
         return self.runs[1:] if len(self.runs) > 1 and self.runs[0].graph == "encode" else self.runs
 
 
-def parity_cases(signature: Signature, longest: int) -> list[Case]:
-    """`longest`: the longest sequence to try; below the context only where memory would not hold the cache."""
+def parity_cases(signature: Signature, longest: int, *, is_recurrent: bool = False) -> list[Case]:
+    """`longest`: the longest sequence to try; below the context only where memory would not hold the cache.
+
+    `is_recurrent`: a prefill computes all steps at once, by spans, so that a long one is another path.
+    """
     if signature.kind == "encoder":
         return _encoder_cases(signature.inputs)
     make, context = _Maker(signature), signature.steps.length
     steps = DECODE_STEPS
+    long = [make("long ragged prefill", [LONG, LONG // 2], decode=1)] if is_recurrent else []
     return [
+        *long,
         make("one token", [1]),
         make("longer than traced", [37]),
         make("ragged batch, padded left", [3, 11, 7], padding="left"),

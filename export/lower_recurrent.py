@@ -233,11 +233,13 @@ class RecurrentLowering(AttentionLowering):
         hidden = b.const(HIDDEN_SCORE, FLOAT)
         log_keep = b.op("Where", real, self._log_sigmoid(keep), b.const(0, FLOAT))  # (B, N, T)
         log_add = b.op("Where", real, self._log_sigmoid(add), hidden)
-        kept = b.op("CumSum", log_keep, b.const(2))
-        added = b.op("Sub", log_add, kept)
-        logs = b.op("Add", b.op("Unsqueeze", kept, b.const([3])), b.op("Unsqueeze", added, b.const([2])))
         columns = self.first_columns(b.dim(mask, 1))
-        seen = b.op("LessOrEqual", columns, b.op("Unsqueeze", columns, b.const([1])))
+        rows = b.op("Unsqueeze", columns, b.const([1]))
+        after = b.op(
+            "Where", b.op("Less", columns, rows), b.op("Unsqueeze", log_keep, b.const([3])), b.const(0, FLOAT)
+        )
+        logs = b.op("Add", b.op("CumSum", after, b.const(2)), b.op("Unsqueeze", log_add, b.const([2])))
+        seen = b.op("LessOrEqual", columns, rows)
         return self.narrow(b.op("Exp", b.op("Where", seen, logs, hidden)))
 
     def _log_sigmoid(self, x: ir.Value) -> ir.Value:

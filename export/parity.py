@@ -6,7 +6,7 @@
 No tolerance is chosen by hand: real exports sit at 0.5 to 2 times e_torch, faults far above 4. A case of few
 numbers can by luck find PyTorch almost exact, so that its e_torch is at least the median of all cases, and
 at least one rounding step of the largest value (some PyTorch sums are kept in double).
-Models that are run whole (small ones) are sampled three times, twice with every weight nudged by up to half a rounding
+Small models that are run whole are sampled three times, twice with every weight nudged by up to half a rounding
 step: where a model is ill-conditioned (a denominator near zero) one run can be right by luck.
 The same holds for what was written into the cache, with the root mean square for the maximum: there, one token
 with huge activations (trained models have some) would make the maximum a matter of luck.
@@ -107,7 +107,8 @@ class Gate:
 
     def __init__(self, reference: Reference, progress: Progress) -> None:
         self.reference, self.progress = reference, progress
-        self.cases = parity_cases(reference.signature, _longest(reference))
+        is_recurrent = any(state.growth == "constant" for state in reference.spec)
+        self.cases = parity_cases(reference.signature, _longest(reference), is_recurrent=is_recurrent)
         steps = reference.steps(self.cases)
         progress.stage("verifying: PyTorch in float64", 2 * steps)
         self.pasts = Pasts(reference, progress.advance)

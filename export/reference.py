@@ -25,6 +25,9 @@ from .signature import Signature, model_signature
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
+SMALL = 10**7  # numbers: a model of fewer is sampled thrice; larger ones have more outputs, and longer runs
+
+
 @dataclass(slots=True)
 class CaseOutputs:
     """Main outputs of the runs that answer; and of all what else they gave for real elements: state, then maps."""
@@ -251,12 +254,12 @@ class WholeModel(Protocol):
 
 
 class WholeReference:
-    samples = 3
-
     def __init__(
         self, build: Callable[[], WholeModel], signature: Signature, spec: StateSpec, precision: torch.dtype
     ) -> None:
         self._build, self.signature, self.spec, self.precision = build, signature, spec, precision
+        size = sum(tensor.numel() for tensor in build().state_dict().values())
+        self.samples = 3 if size < SMALL else 1
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)

@@ -499,14 +499,21 @@ def test_a_long_recurrence_is_its_steps_whatever_the_gates(gates: str, length: i
     assert torch.equal(last, cells[:, -1])
 
 
+def shown(f_gate: np.ndarray, i_gate: np.ndarray) -> np.ndarray:
+    """(T, T, N), of gates before their sigmoid."""
+    gates = (torch.from_numpy(gate)[None] for gate in (f_gate, i_gate))
+    return (
+        recurrence_weights(*gates, torch.ones(1, len(f_gate), dtype=torch.int64))[0].permute(1, 2, 0).numpy()
+    )
+
+
 @pytest.mark.parametrize("gates", list(GATES))
 def test_the_shown_weights_are_the_products_of_gates(gates: str) -> None:
     center, spread = GATES[gates]
     length, draw = 200, np.random.default_rng(0)
     f_gate = center + spread * draw.standard_normal((length, 3))
     i_gate = draw.standard_normal((length, 3))
-    logs = (-np.logaddexp(0, -gate) for gate in (f_gate, i_gate))
-    got = recurrence_weights(*(torch.from_numpy(part)[None] for part in logs))[0].permute(1, 2, 0).numpy()
+    got = shown(f_gate, i_gate)
     wanted = naive.ablated_weights(naive.sigmoid(i_gate), naive.sigmoid(f_gate))
     assert np.abs(got - wanted).max() < FAR
 
@@ -518,8 +525,7 @@ def test_the_shown_weights_are_as_good_in_float32_at_length(gates: str) -> None:
     length, draw = 1000, np.random.default_rng(0)
     f_gate = (center + spread * draw.standard_normal((length, 1))).astype(np.float32)
     i_gate = draw.standard_normal((length, 1)).astype(np.float32)
-    logs = (torch.from_numpy(-np.logaddexp(0, -gate))[None] for gate in (f_gate, i_gate))
-    got = recurrence_weights(*logs)[0].permute(1, 2, 0).numpy()
+    got = shown(f_gate, i_gate)
     wanted = naive.ablated_weights(naive.sigmoid(i_gate), naive.sigmoid(f_gate))
     assert np.abs(got - wanted).max() < 1e-5
 

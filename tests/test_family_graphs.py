@@ -445,19 +445,22 @@ def evaluated(raw: Raw, role: str, feeds: dict[str, Array]) -> dict[str, Array]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_standards_own_evaluator_gives_what_onnxruntime_gives(folder, name: str) -> None:
     raw = Raw(folder(name, "portable"))
-    if isinstance(FAMILY[name].mixer, LstmConfig) and not FAMILY[name].mixer.ablated:
-        pytest.skip(
-            "onnx.reference's LSTM ignores sequence_lens and activations, and gives no initial state back"
-        )
-    mask, past, source_mask = np.array(PADDINGS["in between"])[None], [], None
+    mixer, bits = FAMILY[name].mixer, PADDINGS["in between"]
+    if isinstance(mixer, LstmConfig) and not mixer.ablated:
+        if (mixer.candidate, mixer.output) != ("tanh", "tanh"):
+            pytest.skip(
+                "onnx.reference's LSTM has tanh written in, whatever the attribute `activations` says"
+            )
+        bits = [1] * 8  # and it does not read sequence_lens
+    mask, past, source_mask = np.array(bits)[None], [], None
     if name in ENCODERS or name in PAIRS:
-        given = source_of(name)[None] if name in PAIRS else padded(name, row(name, 5), mask)
+        given = source_of(name)[None] if name in PAIRS else padded(name, row(name, sum(bits)), mask)
         source_mask = mask[:, : given.shape[1]]
         feeds = raw.feeds("encode", given, source_mask)
         fixed = same_twice(raw, "encode", feeds, name)
     if name in DECODERS:
         past = raw.start(1, fixed if name in PAIRS else None)
-        given = padded(name, sequence(name, 5), mask)
+        given = padded(name, sequence(name, sum(bits)), mask)
         first = same_twice(raw, "prefill", raw.feeds("prefill", given, mask, past, source_mask), name)
         longer = np.concatenate((mask, [[1]]), axis=1)
         feeds = raw.feeds("decode", given[:, :1], longer, raw.next(past, first), source_mask)

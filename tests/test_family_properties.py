@@ -78,16 +78,22 @@ def test_old_elements_stay_as_they_are_when_one_is_added(name: str) -> None:
         assert distance(run(model, inputs[:, :n])[0], whole[:, :n]) < FAR
 
 
-@pytest.mark.parametrize("prefilled", [1, 4, T - 1])
+CUTS = {
+    "one by one": [0, 1, 2, 3, 4, 5, 6, 7, 8, T],
+    "after a prefill": [0, 7, 8, T],
+    "in pieces": [0, 2, 6, T],
+}
+
+
+@pytest.mark.parametrize("cuts", list(CUTS))
 @pytest.mark.parametrize("name", DECODERS)
-def test_prefill_of_one_more_is_prefill_and_then_decode(name: str, prefilled: int) -> None:
+def test_prefill_of_one_more_is_prefill_and_then_decode(name: str, cuts: str) -> None:
     model = family_model(name)
     inputs, source = random_inputs(model.config, B, T), random_source(model.config)
     fixed = model.encode(source).state if source is not None else []
     whole = model.apply_to(inputs, None, source)
     state = model.empty_state(B, fixed)
-    borders = [0, prefilled, *range(prefilled + 1, T + 1)]
-    for start, end in itertools.pairwise(borders):
+    for start, end in itertools.pairwise(CUTS[cuts]):
         mask = torch.ones(B, end, dtype=torch.int64)
         positions = torch.arange(start, end).expand(B, -1)
         step = model.step(inputs[:, start:end], mask, positions, state, None)

@@ -145,6 +145,10 @@ class AttentionConfig:
         for name in ("scale", "softcap"):
             if getattr(self, name) is not None:
                 check_positive(f"attention.{name}", getattr(self, name))
+        if self.qk_norm is not None and self.qk_norm.bias:
+            raise ConfigError(
+                "attention.qk_norm has a bias, but queries and keys are only scaled: wanted no bias"
+            )
         self._check_grouping()
         if self.similarity == "raw" and (self.n_heads > 1 or self.qk_norm is not None):
             raise ConfigError(

@@ -309,6 +309,9 @@ class ModelConfig:
         if isinstance(self.inputs, PatchInputs):
             if self.causal:
                 raise ConfigError("images are read all at once: wanted causal=False")
+            for name in ("relative", "rotary"):
+                if getattr(self.mixer, name) is not None:
+                    raise ConfigError(f"attention.{name} is set, but an image's patches stand in no line")
             if self.inputs.length != self.context:
                 raise ConfigError(
                     f"context is {self.context}, but the image becomes {self.inputs.length} elements; wanted the same"
@@ -319,6 +322,10 @@ class ModelConfig:
         has_class_token = isinstance(self.inputs, PatchInputs) and self.inputs.class_token
         if head.kind == "tokens" and not isinstance(self.inputs, TokenInputs):
             raise ConfigError("head.kind is 'tokens', but the inputs are none")
+        if head.kind == "tokens" and head.pooling != "none" and self.kind == "encoder":
+            raise ConfigError(
+                f"head.pooling is {head.pooling!r}, but tokens are never pooled: wanted none, or last of a causal model"
+            )
         if head.tied and self.embedding_width != self.width:
             raise ConfigError(
                 "head.tied needs embeddings as wide as the model; one-hot positions take a part"

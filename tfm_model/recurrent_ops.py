@@ -191,7 +191,8 @@ def recurrence_weights(keep: Tensor, add: Tensor, mask: Tensor) -> Tensor:
     real = mask[:, None].bool()  # (B, 1, T)
     log_keep = torch.where(real, F.logsigmoid(keep.to(wide)).transpose(1, 2), 0.0)
     log_add = torch.where(real, F.logsigmoid(add.to(wide)).transpose(1, 2), HIDDEN_SCORE)
-    kept = log_keep.cumsum(-1)  # (B, N, T)
-    logs = kept[..., :, None] + (log_add - kept)[..., None, :]
     past = torch.ones(T, T, dtype=torch.bool, device=keep.device).tril()
+    # Only what comes after s is added up: the difference of two sums from the start would lose a gate in long ones.
+    kept = torch.where(past.tril(-1), log_keep[..., :, None], 0.0).cumsum(2)  # (B, N, T, T)
+    logs = kept + log_add[..., None, :]
     return torch.where(past, logs, HIDDEN_SCORE).exp().to(keep.dtype)
