@@ -13,21 +13,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from training import FloatArray, Outcome, accuracy, claim, command_line, fit, make_bundle, seeded
 
 import tfmx
-from tfmx.tfm_model.config import AttentionConfig, HeadConfig, MlpConfig, ModelConfig, NormConfig, VectorInputs
+from tfmx.tfm_model.config import (
+    AttentionConfig,
+    HeadConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    VectorInputs,
+)
 from tfmx.tfm_model.transformer import Transformer
 
-STEPS, BATCH, HELD_OUT = 600, 32, 600
+STEPS, BATCH, HELD_OUT = 1000, 32, 600
 SHAPES = ("blob", "ring", "arc", "line", "cross", "two blobs")
 SIZES = (16, 48)  # of a set
 NOISE = 0.05  # of a point, where its shape is of size 1
 WANTED = 0.95  # accuracy
 SAME = 1e-4  # how far logits may be moved by another order: float32 sums have one
+
+Points = npt.NDArray[np.float64]
 
 CONFIG = ModelConfig(
     inputs=VectorInputs(features=2, bias=True),
@@ -42,23 +52,30 @@ CONFIG = ModelConfig(
 )
 
 
+def draw_shape(shape: str, count: int, random: np.random.Generator) -> Points:
+    """(T, 2), of about size 1."""
+    t, zero = random.uniform(-1, 1, count), np.zeros(count)
+    if shape == "blob":
+        return random.standard_normal((count, 2)) * 0.5
+    if shape == "two blobs":
+        sides = np.stack([random.choice([-0.8, 0.8], count), zero], 1)
+        return sides + random.standard_normal((count, 2)) * 0.15
+    if shape == "cross":
+        upright = random.random(count) < 0.5
+        return np.stack([np.where(upright, 0, t), np.where(upright, t, 0)], 1)
+    if shape == "line":
+        return np.stack([t, zero], 1)
+    angle = np.pi * t if shape == "ring" else np.pi / 2 * t  # an arc is half of a ring
+    return np.stack([np.cos(angle), np.sin(angle)], 1)
+
+
 def draw_points(shape: str, count: int, random: np.random.Generator) -> FloatArray:
-    """(T, 2): a shape of about size 1, then turned, stretched, moved and blurred."""
-    t = random.uniform(-1, 1, count)
-    side = random.choice([-1.0, 1.0], count)
-    first = random.random(count) < 0.5
-    x, y = {
-        "blob": lambda: random.standard_normal((2, count)) * 0.5,
-        "ring": lambda: (np.cos(np.pi * t), np.sin(np.pi * t)),
-        "arc": lambda: (np.cos(np.pi / 2 * t), np.sin(np.pi / 2 * t)),
-        "line": lambda: (t, np.zeros(count)),
-        "cross": lambda: (np.where(first, t, 0), np.where(first, 0, t)),
-        "two blobs": lambda: random.standard_normal((2, count)) * 0.15 + np.stack([side, 0 * side]) * 0.8,
-    }[shape]()
+    """(T, 2): a shape that was blurred, turned, stretched and moved."""
     angle = random.uniform(0, 2 * np.pi)
     turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
-    points = np.stack([x, y], 1) + NOISE * random.standard_normal((count, 2))
-    return (points @ turn * random.uniform(0.5, 2) + random.uniform(-1, 1, 2)).astype(np.float32)
+    points = draw_shape(shape, count, random) + NOISE * random.standard_normal((count, 2))
+    placed: Points = points @ turn * random.uniform(0.5, 2) + random.uniform(-1, 1, 2)
+    return placed.astype(np.float32)
 
 
 def draw_sets(count: int, random: np.random.Generator) -> tuple[list[FloatArray], list[int]]:
@@ -87,7 +104,9 @@ def main(folder: Path, steps: int = STEPS) -> Outcome:
 
     first, last = fit(model, loss_of_batch, steps, rate=2e-3, title="training on sets")
     bundle = make_bundle(model, folder, "points", attentions="all")
-    np.savetxt(folder / "ring.csv", draw_points("ring", 32, random), "%.4f", delimiter=",", header="x,y", comments="")
+    np.savetxt(
+        folder / "ring.csv", draw_points("ring", 32, random), "%.4f", delimiter=",", header="x,y", comments=""
+    )
 
     sets, classes = draw_sets(HELD_OUT, random)
     with torch.no_grad():
@@ -107,7 +126,9 @@ def main(folder: Path, steps: int = STEPS) -> Outcome:
     )
     change = float(np.abs(moved - theirs).max())
     print(outcome.loss_line)
-    print(f"accuracy on {HELD_OUT} held-out sets  PyTorch {outcome.pytorch:.2%}   exported {outcome.exported:.2%}")
+    print(
+        f"accuracy on {HELD_OUT} held-out sets  PyTorch {outcome.pytorch:.2%}   exported {outcome.exported:.2%}"
+    )
     print(f"shuffled sets: logits move by at most {change:.1e}")
     if steps >= STEPS:
         claim(outcome.exported > WANTED, f"an accuracy over {WANTED:.0%}, found {outcome.exported:.2%}")

@@ -32,7 +32,7 @@ from tfmx.tfm_model.config import (
 )
 from tfmx.tfm_model.transformer import Transformer
 
-STEPS, BATCH, HELD_OUT = 500, 64, 1000
+STEPS, BATCH, HELD_OUT = 700, 64, 1000
 DIGITS = tuple("0123456789")
 SIZE, PATCH = 28, 7  # 16 patches
 HEIGHTS = (18, 26)  # of a digit's font
@@ -43,7 +43,14 @@ WANTED = 0.95  # accuracy
 
 CONFIG = ModelConfig(
     inputs=PatchInputs(
-        channels=1, height=SIZE, width=SIZE, patch=PATCH, bias=True, class_token=True, mean=(MEAN,), std=(STD,)
+        channels=1,
+        height=SIZE,
+        width=SIZE,
+        patch=PATCH,
+        bias=True,
+        class_token=True,
+        mean=(MEAN,),
+        std=(STD,),
     ),
     width=64,
     n_layers=3,
@@ -78,7 +85,7 @@ def draw_digits(count: int, random: np.random.Generator) -> tuple[list[Pixels], 
 def as_input(images: list[Pixels]) -> FloatArray:
     """(B, 1, H, W): what the runtime makes of image files."""
     pixels = np.stack(images)[:, None].astype(np.float32)
-    return (pixels / 255 - np.float32(MEAN)) / np.float32(STD)
+    return ((pixels / 255 - MEAN) / STD).astype(np.float32)
 
 
 def main(folder: Path, steps: int = STEPS) -> Outcome:
@@ -87,7 +94,9 @@ def main(folder: Path, steps: int = STEPS) -> Outcome:
 
     def loss_of_batch() -> Tensor:
         images, digits = draw_digits(BATCH, random)
-        return F.cross_entropy(model.apply_to(torch.from_numpy(as_input(images))).main, torch.from_numpy(digits))
+        return F.cross_entropy(
+            model.apply_to(torch.from_numpy(as_input(images))).main, torch.from_numpy(digits)
+        )
 
     first, last = fit(model, loss_of_batch, steps, rate=1e-3, title="training on digits")
     bundle = make_bundle(model, folder, "digits", attentions="all")
@@ -111,7 +120,9 @@ def main(folder: Path, steps: int = STEPS) -> Outcome:
     )
     said = DIGITS[int(from_file.argmax())]
     print(outcome.loss_line)
-    print(f"accuracy on {HELD_OUT} held-out images  PyTorch {outcome.pytorch:.2%}   exported {outcome.exported:.2%}")
+    print(
+        f"accuracy on {HELD_OUT} held-out images  PyTorch {outcome.pytorch:.2%}   exported {outcome.exported:.2%}"
+    )
     print(f"{folder / 'digit.png'} is a {DIGITS[digits[0]]}, the bundle reads a {said}")
     if steps >= STEPS:
         claim(outcome.exported > WANTED, f"an accuracy over {WANTED:.0%}, found {outcome.exported:.2%}")

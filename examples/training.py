@@ -74,7 +74,7 @@ def fit(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_factor(step, steps))
     losses: list[float] = []
     model.train()
-    with _bar() as bar, one_thread():
+    with _bar() as bar:
         task = bar.add_task(title, total=steps, loss=math.nan)
         for _ in range(steps):
             loss = loss_of_batch()
@@ -103,7 +103,9 @@ def one_thread() -> Iterator[None]:
 def _rate_factor(step: int, steps: int) -> float:
     """Up in a line, down in half a cosine."""
     done = (step + 1) / steps
-    return done / WARM_UP if done < WARM_UP else 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+    return (
+        done / WARM_UP if done < WARM_UP else 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+    )
 
 
 def _bar() -> Progress:
@@ -134,7 +136,9 @@ def make_bundle(
         shutil.rmtree(old, ignore_errors=True)
     save_model(model, checkpoint, tokenizer_json=tokenizer_json, generation=generation)
     with Bars() as bars:
-        export(str(checkpoint), bundle, ExportOptions(attentions=attentions), bars)  # raises if the gate fails
+        export(
+            str(checkpoint), bundle, ExportOptions(attentions=attentions), bars
+        )  # raises if the gate fails
     return bundle
 
 
@@ -188,10 +192,15 @@ def command_line(main: Main, description: str, name: str, steps: int) -> None:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(".demo") / name, help="where bundles go [%(default)s]")
-    parser.add_argument("--steps", type=_count, default=steps, help="fewer are quicker, and claim nothing [%(default)s]")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".demo") / name, help="where bundles go [%(default)s]"
+    )
+    parser.add_argument(
+        "--steps", type=_count, default=steps, help="fewer are quicker, and claim nothing [%(default)s]"
+    )
     chosen = parser.parse_args()
-    main(chosen.out, chosen.steps)
+    with one_thread():
+        main(chosen.out, chosen.steps)
 
 
 def _count(text: str) -> int:

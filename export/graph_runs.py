@@ -29,6 +29,9 @@ class Graphs:
         self.dtype = torch.zeros(0, dtype=precision).numpy().dtype  # of vectors, images and the state
         options = import_onnxruntime().SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry(
+            "session.intra_op.allow_spinning", "0"
+        )  # beside PyTorch's own threads
         self.sessions = {
             kind: _open(folder / f"{kind}.onnx", options) for kind in GRAPHS_OF_KIND[signature.kind]
         }

@@ -7,7 +7,6 @@ vectors. Norms and biases are random too: of those that a new model has, one and
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from unittest import mock
 import onnx_ir as ir
 import torch
 from torch import Tensor
-from torch.onnx._internal.exporter import _registration
 
 from tfmx.export import whole
 from tfmx.export.pipeline import ExportOptions, export_model
@@ -108,19 +106,6 @@ def random_source(config: ModelConfig, batch: int = B, dtype: torch.dtype = torc
     return None if config.encoder is None else random_inputs(config.encoder, batch, S, seed=99, dtype=dtype)
 
 
-@functools.cache
-def _translations(opset_version: int) -> _registration.ONNXRegistry:
-    return _registration.ONNXRegistry.from_torchlib(opset_version)
-
-
-@contextlib.contextmanager
-def _one_registry() -> Iterator[None]:
-    """torch.onnx collects its translations of all operators anew for every trace: a third of the time."""
-    make = _translations(whole.TRACE_OPSET)
-    with mock.patch.object(_registration.ONNXRegistry, "from_torchlib", lambda *_args, **_options: make):
-        yield
-
-
 def export_family(
     name: str, folder: Path, attentions: tuple[int, ...] | Literal["all"] = ()
 ) -> dict[Target, Path]:
@@ -134,7 +119,7 @@ def export_family(
 
     trace_pieces = whole.trace_pieces
     checkpoint = model_checkpoint(model, "preset", (), preset_generation(model.config), None)
-    with mock.patch.object(whole, "trace_pieces", trace_once), _one_registry():
+    with mock.patch.object(whole, "trace_pieces", trace_once):
         for target in TARGETS:
             source = checkpoint_source(checkpoint, ir.DataType.FLOAT, None, attentions)
             export_model(source, folder / target, ExportOptions(target=target, verify=False))

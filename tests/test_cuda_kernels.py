@@ -31,8 +31,8 @@ from tfmx.tfm_model.config import (
     ModelConfig,
     NormConfig,
     RotaryConfig,
-    TokenInputs,
     RotaryScaling,
+    TokenInputs,
 )
 from tfmx.tfm_model.transformer import Transformer
 

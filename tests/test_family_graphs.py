@@ -31,9 +31,8 @@ from torch import Tensor
 import tfmx
 from tfmx import InputError
 from tfmx.runtime.bundle import Bundle
-from tfmx.runtime.devices import Device
 from tfmx.runtime.encoder import encode
-from tfmx.runtime.engine import Graphs, open_engine
+from tfmx.runtime.engine import open_engine
 from tfmx.tfm_model.config import LstmConfig
 
 Array = np.ndarray
@@ -75,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Target], 
     return lambda name, target: exported(name)[target]
 
 
+@functools.cache  # sessions are what takes time here
 def open_model(path: Path) -> tfmx.Model:
     return tfmx.load(path, threads=1)
 
@@ -171,6 +171,9 @@ class Raw:
         return [outputs.get(state.present, old) for state, old in zip(self.manifest.state, past, strict=True)]
 
 
+open_raw = functools.cache(Raw)
+
+
 def begin(raw: Raw, name: str) -> tuple[list[Array], Array | None]:
     """The state before the first element of one sequence, and the source's mask."""
     if name not in PAIRS:
@@ -222,9 +225,8 @@ def test_old_rows_stay_as_they_are_when_one_is_added(folder, name: str, target: 
 @pytest.mark.parametrize("name", DECODERS)
 def test_prefill_of_all_is_prefill_of_some_and_decode_of_the_rest(folder, name: str, target: Target) -> None:
     """Two rows of different lengths, so that the runtime pads one, and the decode graph runs."""
-    path = folder(name, target)
-    model = open_model(path)
-    graphs = Graphs(Bundle.open(path), Device("cpu", "test"), threads=1, lean=False)
+    model = open_model(folder(name, target))
+    graphs = model._open_graphs()
     rows, prefilled = [sequence(name, T), sequence(name, T - 3, seed=1)], (5, 2)
     encoded = None
     if name in PAIRS:
@@ -260,6 +262,9 @@ PADDINGS = {
 
 
 def padded(name: str, real: Array, mask: Array) -> Array:
+    """One row's elements at the mask's ones, garbage elsewhere; an image is whole, always."""
+    if not sequences(FAMILY[name]):
+        return real[None]
     garbage = row(name, mask.shape[1], seed=5)[None].copy()
     garbage[:, mask[0] == 1] = real
     return garbage
@@ -268,7 +273,7 @@ def padded(name: str, real: Array, mask: Array) -> Array:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", [n for n in ENCODERS if sequences(FAMILY[n])])
 def test_padding_changes_nothing_of_an_encoder(folder, name: str, target: Target) -> None:
-    raw, real = Raw(folder(name, target)), row(name, 5)
+    raw, real = open_raw(folder(name, target)), row(name, 5)
     output = raw.manifest.outputs.name
     alone = raw.run("encode", raw.feeds("encode", real[None], np.ones((1, 5), np.int64)))[output]
     for bits in PADDINGS.values():
@@ -280,7 +285,7 @@ def test_padding_changes_nothing_of_an_encoder(folder, name: str, target: Target
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_padding_changes_nothing_of_a_decoder_nor_of_its_next_step(folder, name: str, target: Target) -> None:
-    raw, real = Raw(folder(name, target)), sequence(name, 6)
+    raw, real = open_raw(folder(name, target)), sequence(name, 6)
     if not raw.takes_pads:
         pytest.skip("a cache of fixed capacity: its rows are aligned by the runtime, without pads")
     past, source_mask = begin(raw, name)
@@ -301,7 +306,7 @@ def test_padding_changes_nothing_of_a_decoder_nor_of_its_next_step(folder, name:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", [n for n in PAIRS if sequences(FAMILY[n].encoder)])
 def test_padding_of_the_source_changes_nothing(folder, name: str, target: Target) -> None:
-    raw, real = Raw(folder(name, target)), source_of(name)[:5]
+    raw, real = open_raw(folder(name, target)), source_of(name)[:5]
     given, found = sequence(name, 4)[None], []
     for bits in ([1] * 5, *PADDINGS.values()):
         mask = np.array([bits])
@@ -337,7 +342,7 @@ def test_with_positions_it_is_not(folder, name: str, target: Target) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CONSTANT)
 def test_the_state_has_the_same_size_at_every_length(folder, name: str, target: Target) -> None:
-    raw = Raw(folder(name, target))
+    raw = open_raw(folder(name, target))
     assert {state.growth for state in raw.manifest.state} == {"constant"}
     past = raw.start(1)
     sizes = [value.shape for value in past]
@@ -362,7 +367,7 @@ def test_cross_keys_and_values_are_made_by_encode_alone(folder, name: str, targe
             assert weight in names["encode"]
             assert weight not in names["prefill"] | names["decode"]
         assert f"blocks.{layer}.cross.query.weight" in names["decode"]
-    raw = Raw(folder(name, target))
+    raw = open_raw(folder(name, target))
     fixed = [state for state in raw.manifest.state if state.growth == "fixed"]
     assert len(fixed) == 2 * FAMILY[name].n_layers
     for role in ("prefill", "decode"):
@@ -376,7 +381,7 @@ def initializers(path: Path) -> set[str]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_ablated_lstms_weights_reproduce_its_cells(folder, target: Target) -> None:
     name = "ablated-lstm"
-    raw, model, given = Raw(folder(name, target)), family_model(name), row(name, 20)[None]
+    raw, model, given = open_raw(folder(name, target)), family_model(name), row(name, 20)[None]
     outputs = raw.run("prefill", raw.feeds("prefill", given, np.ones((1, 20), np.int64), raw.start(1)))
     x = model.embed.weight[torch.from_numpy(given[0])]
     for layer, block in enumerate(model.blocks):
@@ -444,7 +449,7 @@ def evaluated(raw: Raw, role: str, feeds: dict[str, Array]) -> dict[str, Array]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_standards_own_evaluator_gives_what_onnxruntime_gives(folder, name: str) -> None:
-    raw = Raw(folder(name, "portable"))
+    raw = open_raw(folder(name, "portable"))
     mixer, bits = FAMILY[name].mixer, PADDINGS["in between"]
     if isinstance(mixer, LstmConfig) and not mixer.ablated:
         if (mixer.candidate, mixer.output) != ("tanh", "tanh"):

@@ -15,6 +15,7 @@ import tfmx
 from tfmx.export.pipeline import ExportOptions, export_model
 from tfmx.export.source import CheckpointSource
 from tfmx.tfm_model.checkpoint import Checkpoint, GenerationDefaults, LazyTensor
+from tfmx.tfm_model.config import HeadConfig, TokenInputs
 
 # Nearly all of it is the embedding and the head, of which every row but the last few is zero.
 CONFIG = replace(

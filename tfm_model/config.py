@@ -294,17 +294,11 @@ class ModelConfig:
                     f"for each of {self.context} places"
                 )
             if self.positions.kind == "sinusoidal" and self.width % 2:
-                raise ConfigError(
-                    f"width is {self.width}, wanted an even number: sinusoids come as sine and cosine"
-                )
-        inputs = self.inputs
-        if (
-            isinstance(inputs, VectorInputs)
-            and not inputs.projected
-            and inputs.features != self.embedding_width
-        ):
+                raise ConfigError(f"width is {self.width}, wanted an even number for sines and cosines")
+        inputs, wanted = self.inputs, self.embedding_width
+        if isinstance(inputs, VectorInputs) and not inputs.projected and inputs.features != wanted:
             raise ConfigError(
-                f"inputs.features ({inputs.features}) must be {self.embedding_width}, as they are not projected"
+                f"inputs.features ({inputs.features}) must be {wanted}, as they are not projected"
             )
         if isinstance(self.inputs, PatchInputs):
             if self.causal:
@@ -323,9 +317,7 @@ class ModelConfig:
         if head.kind == "tokens" and not isinstance(self.inputs, TokenInputs):
             raise ConfigError("head.kind is 'tokens', but the inputs are none")
         if head.kind == "tokens" and head.pooling != "none" and self.kind == "encoder":
-            raise ConfigError(
-                f"head.pooling is {head.pooling!r}, but tokens are never pooled: wanted none, or last of a causal model"
-            )
+            raise ConfigError(f"head.pooling is {head.pooling!r}, but tokens are never pooled: wanted none")
         if head.tied and self.embedding_width != self.width:
             raise ConfigError(
                 "head.tied needs embeddings as wide as the model; one-hot positions take a part"
