@@ -8,8 +8,9 @@
 
 They read what Python's own `help()` has to say about the language (the text comes with every Python; a tenth of its
 paragraphs is held out). Softmax attention carries the keys and values of all that it has read, random features a
-state of constant size. So the second does not slow down as the text grows, and pays for it: some features cannot
-single out one character among many, and its loss falls more slowly. The long contexts are there for the speed only;
+state of constant size. So the second does not slow down as the text grows, and pays for it: its loss stays higher.
+(It approximates the softmax with noise that grows with the number of keys; whether that is the whole reason was not
+tested.) The long contexts are there for the speed only;
 models trained on short texts say nothing sensible after long ones.
 """
 

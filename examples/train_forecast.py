@@ -3,7 +3,7 @@
     python examples/train_forecast.py
     tfmx run .demo/forecast/lstm .demo/forecast/week.csv        # after each hour: °C and MW six hours later
     tfmx run .demo/forecast/ablated .demo/forecast/week.csv
-    tfmx attend .demo/forecast/ablated .demo/forecast/week.csv -o week.html --layers 0
+    tfmx attend .demo/forecast/ablated .demo/forecast/week.csv -o week.html
 
 The series is made up, not easy: days and weekends, weather that wanders, heating when it is cold, a trend, and noise.
 The models are trained on its first part and tested on the rest, against two naive forecasts: that all stays as
@@ -79,7 +79,7 @@ def take_units(model: Transformer, mean: Tensor, std: Tensor) -> None:
     assert head.bias is not None
     with torch.no_grad():
         project.weight /= std
-        project.bias -= project.weight @ mean
+        project.bias.copy_(project.bias - project.weight @ mean)
         head.weight *= std[:, None]
         head.bias.copy_(head.bias * std + mean)
 
@@ -132,7 +132,7 @@ def main(folder: Path, steps: int = STEPS) -> list[Outcome]:
     outcomes, lines = [], [shown("as now", naive), shown("as yesterday", yesterday)]
     for name, (config, times) in MODELS.items():
         model, (first, last) = train(config, name, series, times * steps, random)
-        bundle = make_bundle(model, folder, name, attentions="all" if config is ABLATED else ())
+        bundle = make_bundle(model, folder, name, attentions=(0,) if config is ABLATED else ())
         with torch.no_grad():
             ours = error(model.apply_to(torch.from_numpy(windows[:, :WEEK])).main.numpy(), windows)
         with tfmx.load(bundle) as loaded:

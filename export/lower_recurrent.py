@@ -81,7 +81,7 @@ class RecurrentLowering(AttentionLowering):
         y = b.op("Reshape", y, b.const([0, 0, heads.n_heads * heads.value_dim]))
         sums, normalizer = b.ops("Split", total, b.const([heads.value_dim, 1]), n_outputs=2, axis=3)
         state = [sums, b.op("Squeeze", normalizer, b.const([3])), *peak]
-        return [y, *(self.narrow(value) for value in state)]
+        return [y, *state]  # float32 in any bundle
 
     def _unit(self, x: ir.Value) -> ir.Value:
         b = self.b
@@ -100,7 +100,7 @@ class RecurrentLowering(AttentionLowering):
         if not node.state:
             return None
         column = self.b.op("Unsqueeze", node.state[1], self.b.const([3]))
-        return self.widen(self.b.op("Concat", node.state[0], column, axis=3))
+        return self.b.op("Concat", node.state[0], column, axis=3)
 
     def _factors(
         self, node: FeatureNode, k: ir.Value, features: ir.Value, mask: ir.Value | None, past: ir.Value | None
@@ -112,7 +112,7 @@ class RecurrentLowering(AttentionLowering):
         size = size if mask is None else b.op("Mul", size, mask)
         peak = b.op("ReduceMax", size, b.const([2]), keepdims=1)  # (B, H, 1, 1)
         if past is not None:
-            before = b.op("Unsqueeze", self.widen(node.state[2]), b.const([2, 3]))
+            before = b.op("Unsqueeze", node.state[2], b.const([2, 3]))
             peak = b.op("Max", before, peak)
             past = b.op("Mul", past, b.op("Exp", b.op("Sub", before, peak)))
         features = b.op("Mul", features, b.op("Exp", b.op("Sub", size, peak)))

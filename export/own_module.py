@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from .. import InputError
 from ..tfm_model.protocol import ExportableModule
-from ..tfm_model.state import StateSpec
-from ..tfm_model.transformer import Outputs
+from ..tfm_model.state import StateSpec, StateTensor
+from ..tfm_model.transformer import Outputs, Transformer
 
 
 class ModuleError(InputError):
@@ -60,21 +60,36 @@ def build_module(file: Path, factory_name: str) -> nn.Module:
             module: Any = factory()
         except Exception as error:
             raise ModuleError(f"{factory_name} in {file} failed: {first_line(error)}") from error
+    if isinstance(module, Transformer):
+        if type(module) is not Transformer:
+            raise ModuleError(
+                f"{type(module).__name__} is a subclass of Transformer, whose changes would be lost; "
+                "return a Transformer, or a module of your own that holds one"
+            )
+        return module
     for name in ("vocab_size", "max_context", "state_spec"):
-        if name not in dir(type(module)) and not hasattr(module, name):
+        if not hasattr(module, name):
             raise ModuleError(
                 f"{type(module).__name__} from {file} has no {name}; see tfmx.tfm_model.protocol"
             )
+    if not isinstance(module, nn.Module):
+        raise ModuleError(
+            f"{factory_name} in {file} returns a {type(module).__name__}, wanted a torch.nn.Module"
+        )
+    for name in ("vocab_size", "max_context"):
+        if type(getattr(module, name)) is not int or getattr(module, name) < 1:
+            raise ModuleError(f"{name} is {getattr(module, name)!r}, wanted a whole number above 0")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_complex():
             raise ModuleError(
                 f"{name} is complex, which ONNX has no ops for; keep cos and sin as two real buffers"
             )
-    built: nn.Module = module
-    return built
+    return module
 
 
 def check_spec(spec: StateSpec, source: str) -> None:
+    if not isinstance(spec, tuple) or not all(isinstance(state, StateTensor) for state in spec):
+        raise ModuleError(f"{source}: state_spec gives {spec!r:.80}, wanted a tuple of StateTensor")
     for state in spec:
         grows = "past_sequence_length" in state.shape
         unknown = [dim for dim in state.shape if isinstance(dim, str)]

@@ -33,7 +33,7 @@ from .choice_graphs import sample_graph, select_graph
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
-from .source import Graphs, Source, open_source
+from .source import Graphs, Maps, Source, open_source
 from .stitch import Target
 from .weights import WEIGHTS_FILE, link_weights, write_weights
 
@@ -106,7 +106,7 @@ def export_model(
 def verify_against(bundle: Bundle, source: str, progress: Progress | None = None) -> Parity:
     """Repeat the gate for a bundle and the source that it was made from."""
     manifest = bundle.manifest
-    model = open_source(source, DTYPES[manifest.dtype], manifest.max_context, _shown_layers(manifest))
+    model = open_source(source, DTYPES[manifest.dtype], manifest.max_context, _maps(manifest))
     found = (model.signature.kind, model.signature.outputs.size, len(model.spec))
     if found != (manifest.kind, manifest.outputs.size, len(manifest.state)):
         raise MismatchError(
@@ -162,7 +162,7 @@ def make_manifest(
             StateInfo(
                 past=state.past,
                 present=state.present,
-                dtype=dtype,  # type: ignore[arg-type]
+                dtype="float32" if state.wide else dtype,  # type: ignore[arg-type]
                 shape=state.shape,
                 growth=growth if state.growth == "append" else state.growth,  # type: ignore[arg-type]
             )
@@ -180,11 +180,14 @@ def make_manifest(
     )
 
 
-def _shown_layers(manifest: Manifest) -> tuple[int, ...]:
+def _maps(manifest: Manifest) -> Maps:
     """The layers whose attention weights the bundle gives."""
-    names = [tensor.name for graph in manifest.graphs.values() for tensor in graph.outputs]
-    layers = {int(name.rpartition(".")[2]) for name in names if "attentions." in name}
-    return tuple(sorted(layers))
+    names = {tensor.name for graph in manifest.graphs.values() for tensor in graph.outputs}
+
+    def layers(kind: str) -> tuple[int, ...]:
+        return tuple(sorted(int(name.partition(".")[2]) for name in names if name.startswith(f"{kind}.")))
+
+    return Maps(layers("attentions"), layers("encoder_attentions"))
 
 
 def graph_info(kind: str, model: ir.Model) -> GraphInfo:

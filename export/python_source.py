@@ -14,7 +14,7 @@ from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
 from .own_module import ModuleError, OwnModule, build_module, check_spec
 from .signature import token_signature
-from .source import Layers, Source, checkpoint_source
+from .source import Layers, Source, check_context, checkpoint_source
 from .whole import WholeSource
 
 
@@ -23,7 +23,7 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
     file = Path(name)
     module = build_module(file, factory)
     generation = GenerationDefaults(
-        eos_token_ids=tuple(getattr(module, "eos_token_ids", ())),
+        eos_token_ids=_token_ids(getattr(module, "eos_token_ids", ())),
         decoder_start_token_id=getattr(module, "decoder_start_token_id", None),
     )
     tokenizer = getattr(module, "tokenizer_json", None)
@@ -39,6 +39,7 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
     own = cast("ExportableModule", module)
     if max_context is not None and max_context != own.max_context:
         raise ModuleError(f"--max-context is {max_context}; a module of your own says its max_context itself")
+    check_context(own.max_context)
     check_spec(own.state_spec(), source)
     return WholeSource(
         OwnModule(own),
@@ -50,3 +51,9 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
         generation=generation,
         texts={} if tokenizer is None else {"tokenizer.json": str(tokenizer)},
     )
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or any(type(token_id) is not int for token_id in value):
+        raise ModuleError(f"eos_token_ids is {value!r}, wanted a list of token ids")
+    return tuple(value)

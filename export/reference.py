@@ -81,15 +81,20 @@ class Pasts:
     def state(self, index: int, case: Case) -> Tensor:
         """In the bundle's precision; pads hold garbage that must not be seen."""
         spec, B, P = self._spec[index], *case.past_mask.shape
-        known = self._states[index].to(self._precision)
+        dtype = state_dtype(spec, self._precision)
+        known = self._states[index].to(dtype)
         rows = [known[row % len(known)] for row in range(B)]
         if not _grows(spec):
             return torch.stack(rows) * (1 if P else 0)  # before the first element a recurrent state is zero
-        values = torch.full((B, P, *known.shape[2:]), 1e3, dtype=self._precision)
+        values = torch.full((B, P, *known.shape[2:]), 1e3, dtype=dtype)
         for row, (known_row, mask) in enumerate(zip(rows, case.past_mask, strict=True)):
             count = int(mask.sum())
             values[row, torch.from_numpy(mask == 1)] = known_row[torch.arange(count) % len(known_row)]
         return values.movedim(1, spec.shape.index("past_sequence_length"))
+
+
+def state_dtype(state: StateTensor, precision: torch.dtype) -> torch.dtype:
+    return torch.promote_types(precision, torch.float32) if state.wide else precision
 
 
 def _grows(state: StateTensor) -> bool:
@@ -98,6 +103,7 @@ def _grows(state: StateTensor) -> bool:
 
 def start(pasts: Pasts | None, case: Case, index: int, state: StateTensor, dtype: torch.dtype) -> Tensor:
     """`index` counts the states that are not fixed."""
+    dtype = state_dtype(state, dtype)
     if pasts is not None:
         return pasts.state(index, case).to(dtype)
     dims = {"batch_size": len(case.past_mask), "past_sequence_length": 0}

@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..tfm_model.config import LstmConfig, ModelConfig, ModelKind, PatchInputs, TokenInputs
+from ..tfm_model.config import HeadKind, LstmConfig, ModelConfig, ModelKind, PatchInputs, TokenInputs
 
 ElementKind = Literal["tokens", "vectors", "images"]
-OutputKind = Literal["tokens", "classes", "values", "embedding", "hidden"]
 _INPUT_NAMES = {"tokens": "input_ids", "vectors": "input_features", "images": "pixel_values"}
 OUTPUT_NAMES = {
     "tokens": "logits", "classes": "logits", "values": "values", "embedding": "embedding", "hidden": "last_hidden_state"
@@ -49,7 +48,7 @@ class Elements:
 class Answer:
     """The main output."""
 
-    kind: OutputKind
+    kind: HeadKind
     size: int
     pooled: bool = False  # one for each sequence, (B, size), not one for each element
     only_last: bool = False  # (B, 1, size), of the last real element

@@ -38,7 +38,17 @@ from .trace import trace_decoder
 from .weights import StoredTensor, torch_dtype
 
 MIN_CONTEXT = 2  # a prompt of one token, and one answer
-Layers = tuple[int, ...] | Literal["all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """Layers whose attention weights are outputs: the model's own, and its encoder's."""
+
+    own: tuple[int, ...]
+    encoder: tuple[int, ...]
+
+
+Layers = tuple[int, ...] | Literal["all"] | Maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,7 @@ def checkpoint_source(
     checkpoint: Checkpoint, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()
 ) -> Source:
     config = with_attentions(_with_context(checkpoint.config, max_context), attentions)
+    _check_generation(config, checkpoint.generation)
     checkpoint = replace(checkpoint, config=config)
     if can_stamp(config):
         return CheckpointSource(checkpoint, dtype)
@@ -119,15 +130,20 @@ def filled(checkpoint: Checkpoint) -> Transformer:
 
 
 def with_attentions(config: ModelConfig, layers: Layers) -> ModelConfig:
-    """The same with these layers' attention weights as outputs, in the encoder too if there is one."""
+    """The same with these layers' attention weights as outputs; of an encoder too, where it has such a layer."""
     if not layers:
         return config
-    chosen = tuple(range(config.n_layers)) if layers == "all" else layers
-    config = replace(config, attention_outputs=chosen)
+    own, inner = range(config.n_layers), range(config.encoder.n_layers if config.encoder else 0)
+    if layers == "all":
+        layers = Maps(tuple(own), tuple(inner))
+    elif not isinstance(layers, Maps):
+        for layer in layers:
+            if layer not in own and layer not in inner:
+                raise InputError(f"--attentions names layer {layer}, wanted 0 to {max(*own, *inner, 0)}")
+        layers = Maps(tuple(n for n in layers if n in own), tuple(n for n in layers if n in inner))
+    config = replace(config, attention_outputs=layers.own)
     if config.encoder is not None:
-        inside = tuple(layer for layer in chosen if layer < config.encoder.n_layers)
-        all_inside = tuple(range(config.encoder.n_layers)) if layers == "all" else inside
-        config = replace(config, encoder=replace(config.encoder, attention_outputs=all_inside))
+        config = replace(config, encoder=replace(config.encoder, attention_outputs=layers.encoder))
     return config
 
 
@@ -203,15 +219,13 @@ def stored_tensors(
 
 
 def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
-    if config.context < MIN_CONTEXT and config.kind != "encoder":
-        raise InputError(f"the model's context is {config.context}, wanted at least {MIN_CONTEXT}")
-    if max_context is None:
+    if config.kind != "encoder":
+        check_context(config.context)
+    if max_context is None or max_context == config.context:
         return config
     if max_context < MIN_CONTEXT:
         raise InputError(f"--max-context is {max_context}, wanted at least {MIN_CONTEXT}")
     if not can_stamp(config) or config.positions is not None:
-        if max_context == config.context:
-            return config
         raise InputError(
             f"--max-context is {max_context}, but this model is made for {config.context} positions"
         )
@@ -223,6 +237,25 @@ def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
             f"ask for {config.context} or fewer"
         )
     return replace(config, context=max_context)
+
+
+def check_context(context: int) -> None:
+    if context < MIN_CONTEXT:
+        raise InputError(f"the model's context is {context}, wanted at least {MIN_CONTEXT}")
+
+
+def _check_generation(config: ModelConfig, generation: GenerationDefaults) -> None:
+    """What the manifest would refuse, before anything is computed."""
+    start = generation.decoder_start_token_id
+    if (config.kind == "encoder-decoder") != (start is not None):
+        raise InputError(
+            f"decoder_start_token_id is {start}, and this is a {config.kind}: an encoder-decoder needs one "
+            "(give save_model a GenerationDefaults, or the module an attribute), others have none"
+        )
+    vocab_size = config.inputs.vocab_size if isinstance(config.inputs, TokenInputs) else 0
+    for token_id in (generation.bos_token_id, generation.pad_token_id, start, *generation.eos_token_ids):
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            raise InputError(f"generation names token {token_id}, the vocabulary has {vocab_size}")
 
 
 def downstream_texts(checkpoint: Checkpoint) -> dict[str, str]:
@@ -239,6 +272,7 @@ def downstream_texts(checkpoint: Checkpoint) -> dict[str, str]:
         "bos_token_id": generation.bos_token_id,
         "eos_token_id": list(generation.eos_token_ids) or None,
         "pad_token_id": generation.pad_token_id,
+        "decoder_start_token_id": generation.decoder_start_token_id,
         **generation.sampling,
     }
     texts["generation_config.json"] = _json(

@@ -5,7 +5,7 @@
 | prefill | (B, T), int64   | (B, P+T)       | num_logits_to_keep: the last n columns, 0 = all | (B, n or T, V)  |
 | decode  | (B, 1), int64   | (B, P+1)       |                                                 | (B, 1, V)       |
 
-Both take any past, none included. `portable` graphs also take position_ids like input_ids.
+Both take any past, none included. Without the cache by slots they also take position_ids like input_ids.
 """
 
 from __future__ import annotations

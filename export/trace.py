@@ -185,7 +185,7 @@ def cut(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], prefix: str = "
         if node is not None and node not in reached:
             reached.add(node)
             open_values += [value for value in node.inputs if value is not None]
-    graph = next(iter(reached)).graph
+    graph = next(iter(reached)).graph if reached else ()
     assert graph is not None
     nodes = [node for node in graph if node in reached]
     known = dict.fromkeys(

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import TfmxError
 from ..runtime.bundle import FileInfo
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
-from ..tfm_model.state import StateSpec
+from ..tfm_model.state import StateSpec, StateTensor
 from ..tfm_model.transformer import Transformer
 from .builder import Builder
 from .lower_basic import COLUMNS, FLOAT, INT64, dims
@@ -102,10 +102,12 @@ class WholeSource:
         model = self._copy().to(torch_dtype(self._dtype)).eval()
         kinds = GRAPHS_OF_KIND[self.signature.kind]
         pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
-        if isinstance(model, OwnModule):
-            _check_state_count(pieces[0], len(self.spec))
         try:
+            if own:
+                _check_state_count(pieces[0], len(self.spec))
             traced = trace_pieces(model, pieces, opset if own else TRACE_OPSET)
+        except ModuleError:
+            raise
         except Exception as error:
             raise TraceError(f"torch could not trace the module: {first_line(error)}") from error
         progress.advance()
@@ -131,12 +133,15 @@ class WholeSource:
         slots.append(Slot("position_ids", INT64, ("batch_size", length)))
         if self.signature.kind == "encoder-decoder" and self.signature.inputs.kind != "images":
             slots.append(Slot("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length")))
-        return slots + [Slot(state.past, self._dtype, state.shape) for state in self.spec]
+        return slots + [Slot(state.past, self._state_dtype(state), state.shape) for state in self.spec]
+
+    def _state_dtype(self, state: StateTensor) -> ir.DataType:
+        return FLOAT if state.wide else self._dtype
 
     @property
     def _forgets(self) -> bool:
         """Whether nothing of ours looks back at columns of the past, so that the mask does without them."""
-        recurrent = all(state.growth == "constant" for state in self.spec)
+        recurrent = all(state.growth in {"constant", "fixed"} for state in self.spec)
         return recurrent and isinstance(self._model, Transformer)
 
     def _outputs(self, kind: GraphKind) -> list[Slot]:
@@ -147,7 +152,7 @@ class WholeSource:
             slots = [Slot(answer.name, FLOAT, ("batch_size", kept, answer.size))]
             moving = [state for state in self.spec if state.growth != "fixed"]
             slots += [
-                Slot(state.present, self._dtype, tuple(present_shape(state.shape, "append")))
+                Slot(state.present, self._state_dtype(state), tuple(present_shape(state.shape, "append")))
                 for state in moving
             ]
             return slots + self._step_maps(1 if kind == "decode" else "sequence_length")

@@ -133,6 +133,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     ),
     (lambda: RandomFeatureConfig(features=0), "random_features.features is 0", "wanted a whole number"),
     (lambda: RandomFeatureConfig(features=8, sigma=0.0), "random_features.sigma is 0.0", "above 0"),
+    (lambda: RandomFeatureConfig(features=8, seed=-1), "random_features.seed is -1", "0 to 2^62"),
     # relative and rotary
     (lambda: RelativeConfig(kind="deberta"), "relative.kind is 'deberta'", "wanted one of shaw, t5, alibi"),
     (lambda: RelativeConfig(kind="shaw", max_distance=0), "relative.max_distance is 0", "whole number"),

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from command_line import tfmx
 
+from tfmx import InputError
 from tfmx.export.pipeline import ExportOptions, export, verify_against
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.devices import choose_device
@@ -86,6 +87,13 @@ def test_half_precision_passes_the_gate(name: str, tmp_path: Path) -> None:
     assert parity.passed
     bundle = Bundle.open(tmp_path / "b")
     assert all(case.passed for case in replay_golden(bundle, choose_device("cpu", bundle)))
+
+
+def test_all_maps_of_both_sides_can_be_asked_for_and_verified_again(tmp_path: Path) -> None:
+    export("preset:encoder-decoder", tmp_path / "b", ExportOptions(attentions="all", verify=False))
+    assert verify_against(Bundle.open(tmp_path / "b"), "preset:encoder-decoder").passed
+    with pytest.raises(InputError, match="names layer 3, wanted 0 to 2"):
+        export("preset:encoder-decoder", tmp_path / "c", ExportOptions(attentions=(3,)))
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", "vision-transformer", "decoder"])

@@ -142,6 +142,50 @@ def test_a_module_whose_trace_bakes_something_in_fails_the_gate(tmp_path: Path) 
     assert not (tmp_path / "bundle").exists()
 
 
+PLAIN_CLASS = """    return Plain()
+
+class Plain:
+    vocab_size = max_context = 8
+    def state_spec(self):
+        return ()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("        real =", "        raise OSError('no')\n        real ="), "could not trace the module: OSError: no"),
+        (("max_context = 32", "max_context = 1"), "context is 1, wanted at least 2"),
+        (("max_context = 32", "max_context = 'long'"), "max_context is 'long', wanted a whole number"),
+        (("max_context = 32", "max_context = 32\n    eos_token_ids = 2"), "eos_token_ids is 2, wanted a list"),
+        (("    return Toy()", PLAIN_CLASS), "returns a Plain, wanted a torch.nn.Module"),
+        (("return (StateTensor(", "return None and (StateTensor("), "state_spec gives None, wanted a tuple"),
+    ],
+)  # fmt: skip
+def test_what_a_module_does_wrong_is_one_line(change, message: str, tmp_path: Path) -> None:
+    assert change[0] in TOY
+    with pytest.raises(TfmxError, match=message) as caught:
+        export(write(tmp_path, TOY.replace(*change)), tmp_path / "bundle", ExportOptions())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_subclass_of_transformer_is_refused_since_its_changes_would_be_lost(tmp_path: Path) -> None:
+    text = """
+from tfmx.tfm_model.presets import PRESETS
+from tfmx.tfm_model.transformer import Transformer
+
+class Mine(Transformer):
+    pass
+
+def build():
+    return Mine(PRESETS["decoder"])
+"""
+    with pytest.raises(InputError, match="Mine is a subclass of Transformer"):
+        export(write(tmp_path, text), tmp_path / "bundle", ExportOptions())
+    text = text.replace("return Mine(", "return Transformer(")
+    parity_of(tmp_path, text, "ort")
+
+
 def test_max_context_is_the_modules_own(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="says its max_context itself"):
         export(write(tmp_path, TOY), tmp_path / "bundle", ExportOptions(max_context=16))

@@ -101,7 +101,10 @@ class RelativeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFeatureConfig:
-    """Attention whose softmax is approximated by random features: see recurrent_ops.py for the derivation."""
+    """Attention whose softmax is approximated by random features: see recurrent_ops.py for the derivation.
+
+    Of a sequence over itself; attention to an encoder stays a softmax.
+    """
 
     features: int  # D: there are D sines and D cosines; the error falls like 1/sqrt(D)
     sigma: float = 1.0  # of the normal distribution that the directions are drawn from
@@ -111,6 +114,8 @@ class RandomFeatureConfig:
     def __post_init__(self) -> None:
         check_count("random_features.features", self.features, 2**20)
         check_positive("random_features.sigma", self.sigma)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**62:
+            raise ConfigError(f"random_features.seed is {self.seed!r}, wanted a whole number from 0 to 2^62")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -345,5 +345,6 @@ class ModelConfig:
             raise ConfigError(
                 "an encoder-decoder gives tokens: wanted causal=True and a head of kind 'tokens'"
             )
-        if self.attention.similarity != "asymmetric" or self.attention.full_rank_values:
+        attention = self.attention
+        if attention.similarity != "asymmetric" or attention.full_rank_values or attention.qk_norm:
             raise ConfigError("an encoder-decoder's attention has queries, keys and values of its own")

@@ -16,7 +16,10 @@ cos(w_i·(x - y)) over the D directions, so it approximates that Gaussian, with 
 so that softmax(s q·k) v is approximated by  φ(q')·Σ e_k φ(k') v^T / φ(q')·Σ e_k φ(k')  with e_k = exp(s|k|²/2): the
 factor of the query stands above and below the line, and cancels. The sums S = Σ e_k φ(k') v^T and z = Σ e_k φ(k') are
 all that a causal model has to carry. e_k can overflow, so that S and z are kept times exp(-peak) with peak the largest s|k|²/2
-so far; that cancels too. Queries and keys of length 1 have one e_k for all, which is left out.
+so far; that cancels too. Queries and keys of length 1 have one e_k for all, which is left out. S, z and peak are kept
+in float32 also in half precision: a sum in float16 stops growing at 2048 times its terms.
+(Exported prefills have one peak for all rows of a call: rows before a key whose s|k|²/2 is larger by 69 or more
+would lose their numbers, and the gate would tell.)
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def random_feature_attention(
     rotary: tuple[Tensor, Tensor] | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
-    state: FeatureState | None,  # None: nothing came before, and every element sees all
+    state: FeatureState | None,  # None: nothing came before
     config: AttentionConfig,
     *,
     value_dim: int,
@@ -65,6 +68,7 @@ def random_feature_attention(
     B, T, _ = qkv.shape
     H, F2 = config.n_heads, 2 * features.features
     has_peak = not features.unit_norm
+    wide = torch.promote_types(qkv.dtype, torch.float32)  # of sums over any length, the state's
     if torch.onnx.is_in_onnx_export():
         attributes = attention_attributes(config, None) | {
             "value_dim": value_dim, "causal": int(causal), "sigma": features.sigma, "unit_norm": int(features.unit_norm)
@@ -75,38 +79,29 @@ def random_feature_attention(
         count = 4 if has_peak else 3
         y, sums, normalizer, *rest = torch.onnx.ops.symbolic_multi_out(
             "tfmx::RandomFeatureAttention", inputs, attributes,
-            dtypes=(qkv.dtype,) * count, shapes=shapes[:count], version=1,
+            dtypes=(qkv.dtype, wide, wide, wide)[:count], shapes=shapes[:count], version=1,
         )  # fmt: skip
         return y, FeatureState(sums, normalizer, rest[0] if rest else None)
 
     q, k, v = split_heads(qkv, position_ids, rotary, q_norm, k_norm, config, value_dim)
-    wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     if features.unit_norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     shrink = config.score_scale**0.5 / features.sigma
     q_features, k_features = (_features(x * shrink, directions.to(wide)) for x in (q, k))  # (B, H, T, 2D)
-    total = torch.zeros(B, H, F2, value_dim + 1, dtype=wide, device=q.device)  # S and z, side by side
-    peak = None
-    if state is not None:
-        total = torch.cat((state.sums, state.normalizer[..., None]), dim=-1).to(wide)
+    size = k.new_zeros(B, H, T)  # s|k|²/2
     if has_peak:
-        size = config.score_scale / 2 * k.square().sum(-1)  # (B, H, T)
-        size = size if mask is None else size * mask[:, None]
-        before = (
-            torch.zeros_like(size[..., 0]) if state is None or state.peak is None else state.peak.to(wide)
-        )
-        peak = torch.maximum(before, size.amax(-1))  # (B, H)
-        total = total * torch.exp(before - peak)[..., None, None]
-        k_features = k_features * torch.exp(size - peak[..., None])[..., None]
+        size = config.score_scale / 2 * k.square().sum(-1)
     if mask is not None:
-        k_features = k_features * mask[:, None, :, None]
-    y, total = _attend(q_features, k_features, F.pad(v, (0, 1), value=1.0), total, causal=causal)
+        k_features, size = k_features * mask[:, None, :, None], size * mask[:, None]
+    so_far = _Sums(k.new_zeros(B, H, F2, value_dim + 1), k.new_zeros(B, H))
+    if state is not None:
+        both = torch.cat((state.sums, state.normalizer[..., None]), dim=-1)
+        so_far = _Sums(both, so_far.peak if state.peak is None else state.peak)
+    y, so_far = _attend(q_features, k_features, F.pad(v, (0, 1), value=1.0), size, so_far, causal=causal)
     bottom = torch.where(y[..., -1:].abs() < LEAST, LEAST, y[..., -1:])
     y = (y[..., :-1] / bottom).to(qkv.dtype).transpose(1, 2).flatten(2)
-    total = total.to(qkv.dtype)
-    peak = peak if peak is None else peak.to(qkv.dtype)
-    return y, FeatureState(total[..., :-1], total[..., -1], peak)
+    return y, FeatureState(so_far.total[..., :-1], so_far.total[..., -1], so_far.peak if has_peak else None)
 
 
 def _features(x: Tensor, directions: Tensor) -> Tensor:
@@ -114,15 +109,32 @@ def _features(x: Tensor, directions: Tensor) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=-1) * math.sqrt(1 / directions.shape[0])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, total: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+class _Sums(NamedTuple):
+    total: Tensor  # S and z side by side, times exp(-peak): (B, H, 2D, Dv+1)
+    peak: Tensor  # (B, H)
+
+    def plus(self, k: Tensor, v: Tensor, size: Tensor) -> _Sums:
+        peak = torch.maximum(self.peak, size.amax(-1))
+        new = (k * torch.exp(size - peak[..., None])[..., None]).transpose(-1, -2) @ v
+        return _Sums(self.total * torch.exp(self.peak - peak)[..., None, None] + new, peak)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, sums: _Sums, *, causal: bool
+) -> tuple[Tensor, _Sums]:
+    """Rows of q times the sums, all of them or those up to each; each row has the peak of what it sees."""
     if not causal:
-        total = total + k.transpose(-1, -2) @ v
-        return q @ total, total
+        sums = sums.plus(k, v, size)
+        return q @ sums.total, sums
     rows = []
-    for q_span, k_span, v_span in zip(*(torch.split(x, SPAN, dim=2) for x in (q, k, v)), strict=True):
-        rows.append(q_span @ total + (q_span @ k_span.transpose(-1, -2)).tril() @ v_span)
-        total = total + k_span.transpose(-1, -2) @ v_span
-    return torch.cat(rows, dim=2), total
+    for q_, k_, v_, size_ in zip(*(torch.split(x, SPAN, dim=2) for x in (q, k, v, size)), strict=True):
+        peak = torch.maximum(sums.peak[..., None], size_.cummax(-1).values)  # (B, H, t)
+        factors = torch.exp((size_[..., None, :] - peak[..., None]).clamp(max=0))  # (B, H, t, s)
+        within = (q_ @ k_.transpose(-1, -2) * factors).tril() @ v_
+        before = q_ @ sums.total * torch.exp(sums.peak[..., None] - peak)[..., None]
+        rows.append(before + within)
+        sums = sums.plus(k_, v_, size_)
+    return torch.cat(rows, dim=2), sums
 
 
 def lstm(

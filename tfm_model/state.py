@@ -27,6 +27,7 @@ class StateTensor:
     present: str
     shape: tuple[int | str, ...]  # e.g. ("batch_size", 3, "past_sequence_length", 64)
     growth: Growth = "append"
+    wide: bool = False  # float32 also where the bundle is of half precision: sums over any length
 
 
 StateSpec = tuple[StateTensor, ...]
@@ -49,10 +50,10 @@ def _layer_state(config: ModelConfig, layer: int) -> Iterator[StateTensor]:
     own = ".decoder" if config.encoder is not None else ""
     if mixer.random_features is not None:
         rows = 2 * mixer.random_features.features
-        yield _recurrent(layer, "sums", mixer.n_heads, rows, Dv)
-        yield _recurrent(layer, "normalizer", mixer.n_heads, rows)
+        yield _recurrent(layer, "sums", mixer.n_heads, rows, Dv, wide=True)
+        yield _recurrent(layer, "normalizer", mixer.n_heads, rows, wide=True)
         if not mixer.random_features.unit_norm:
-            yield _recurrent(layer, "peak", mixer.n_heads)
+            yield _recurrent(layer, "peak", mixer.n_heads, wide=True)
     else:
         for part, size in (("key", D), ("value", Dv)):
             yield StateTensor(
@@ -70,10 +71,11 @@ def _layer_state(config: ModelConfig, layer: int) -> Iterator[StateTensor]:
             )
 
 
-def _recurrent(layer: int, part: str, *shape: int) -> StateTensor:
+def _recurrent(layer: int, part: str, *shape: int, wide: bool = False) -> StateTensor:
     return StateTensor(
         past=f"past_recurrent.{layer}.{part}",
         present=f"present_recurrent.{layer}.{part}",
         shape=("batch_size", *shape),
         growth="constant",
+        wide=wide,
     )

@@ -50,11 +50,8 @@ def save_model(
 
 
 def is_tfmx_folder(path: Path) -> bool:
-    try:
-        config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+    config = Folder(path).json(_CONFIG)
+    return config is not None and config.get("model_type") == MODEL_TYPE
 
 
 def read_tfmx_folder(path: Path) -> Checkpoint:

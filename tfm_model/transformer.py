@@ -163,12 +163,10 @@ class Transformer(nn.Module):
         if self.encoder is not None:
             encoded = self.encoder.encode(inputs, attention_mask)
             maps = {f"encoder_{name}": weights for name, weights in encoded.maps.items()}
-            return Outputs(encoded.main, self.remember(encoded.main), maps)
-        position_ids = None
-        if attention_mask is None and inputs.dim() < 4:  # no image: all is real
-            attention_mask = torch.ones(inputs.shape[:2], dtype=torch.int64, device=inputs.device)
-        if attention_mask is not None:
-            position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+            narrow = encoded.main.to(next(self.parameters()).dtype)  # the head gives float32 or wider
+            return Outputs(encoded.main, self.remember(narrow), maps)
+        attention_mask = all_real(inputs) if attention_mask is None else attention_mask
+        position_ids = None if attention_mask is None else positions(attention_mask)
         reads = Reads(attention_mask, position_ids, self.rotary(position_ids))
         x = self.embedding(inputs, position_ids)
         state = self.encoder_state(x)
@@ -186,19 +184,16 @@ class Transformer(nn.Module):
         source_mask: Tensor | None = None,
     ) -> Outputs:
         """From nothing, whatever the kind: what training calls. Masks default to all real."""
-        if attention_mask is None and inputs.dim() < 4:
-            attention_mask = torch.ones(inputs.shape[:2], dtype=torch.int64, device=inputs.device)
+        attention_mask = all_real(inputs) if attention_mask is None else attention_mask
         if self.config.kind == "encoder":
             return self.encode(inputs, attention_mask)
         assert attention_mask is not None
         fixed: list[Tensor] = []
         if source is not None:
-            if source_mask is None and source.dim() < 4:
-                source_mask = torch.ones(source.shape[:2], dtype=torch.int64, device=source.device)
+            source_mask = all_real(source) if source_mask is None else source_mask
             fixed = self.encode(source, source_mask).state
-        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
         state = self.empty_state(len(inputs), fixed)
-        return self.step(inputs, attention_mask, positions, state, source_mask)
+        return self.step(inputs, attention_mask, positions(attention_mask), state, source_mask)
 
     # --- its parts ---------------------------------------------------------------------------------------
 
@@ -248,7 +243,11 @@ class Transformer(nn.Module):
         return [
             next(rest)
             if spec.growth == "fixed"
-            else like.new_zeros([dims[dim] if isinstance(dim, str) else dim for dim in spec.shape])
+            else torch.zeros(
+                [dims[dim] if isinstance(dim, str) else dim for dim in spec.shape],
+                dtype=torch.promote_types(like.dtype, torch.float32) if spec.wide else like.dtype,
+                device=like.device,
+            )
             for spec in self.state_spec()
         ]
 
@@ -257,6 +256,18 @@ class Transformer(nn.Module):
         if isinstance(self.config.mixer, AttentionConfig):
             return []
         return [x[:, 0] * 0.0 for _ in range(1 if self.config.mixer.ablated else 2)]
+
+
+def all_real(inputs: Tensor) -> Tensor | None:
+    """The mask of a batch without pads; images have none."""
+    if inputs.dim() == 4:
+        return None
+    return torch.ones(inputs.shape[:2], dtype=torch.int64, device=inputs.device)
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """How many real elements stand before each in its row."""
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def named_maps(layer: int, weights: list[Tensor | None]) -> dict[str, Tensor]:
