@@ -192,7 +192,7 @@ def bake_length(folder: Folder) -> None:
     """The length of the example that was traced instead of the input's own."""
 
     def change(model: onnx.ModelProto) -> None:
-        shape = next(n for n in nodes(model, "Shape") if n.input[0] == "input_ids")
+        shape = next(n for n in nodes(model, "Shape") if n.input[0] != "attention_mask")
         length = next(n for n in nodes(model, "Gather") if n.input[0] == shape.output[0])
         five = constant(model, [5])
         for other in model.graph.node:
@@ -231,8 +231,8 @@ def move_window(by: int) -> Callable[[Folder], None]:
                     node(model, "blocks.1.GroupQueryAttention_0"), "local_window_size", lambda w: w + by
                 )
                 return
-            [less] = nodes(model, "Less")
-            less.input[1] = constant(model, value_of(model, less.input[1]) + by)
+            [greater] = nodes(model, "Greater")  # the key's position less the query's, above -window
+            greater.input[1] = constant(model, value_of(model, greater.input[1]) - by)
 
         folder.edit(change)
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LISTED = PYPROJECT["tool"]["setuptools"]["packages"]
 NOT_SHIPPED = {"tests", "examples", "benchmarks"}
-ROOT_MODULES = {"__init__.py", "__main__.py"}
+ROOT_MODULES = {"__init__.py", "__main__.py", "strict_json.py"}
 
 # What pip says when it is the network that failed, not the package.
 _UNREACHABLE = (
