@@ -214,18 +214,24 @@ class RecurrentLowering(AttentionLowering):
         rounds = 0 if self.is_decode else math.ceil(math.log2(self.max_context))
         length = b.dim(keep, 1)
         keep, add, start = self.widen(keep), self.widen(add), self.widen(start)
+        zeros = b.op("Mul", keep, b.const(0, FLOAT))
+        ones = b.op("Add", zeros, b.const(1, FLOAT))
         for shift in (2**i for i in range(rounds)):
-            earlier_keep = self._later(keep, shift, length, 1.0)
-            earlier_add = self._later(add, shift, length, 0.0)
+            before = b.op("Min", length, b.const([shift]))  # columns that have nothing so far behind them
+            rest = b.op("Sub", length, before)
+            earlier_keep, earlier_add = (
+                b.op(
+                    "Concat",
+                    b.slice(fill, b.const([0]), before, 1),
+                    b.slice(x, b.const([0]), rest, 1),
+                    axis=1,
+                )
+                for x, fill in ((keep, ones), (add, zeros))
+            )
             keep, add = b.op("Mul", keep, earlier_keep), b.op("Add", add, b.op("Mul", keep, earlier_add))
         cells = b.op("Add", add, b.op("Mul", keep, b.op("Unsqueeze", start, b.const([1]))))
         last = b.slice(cells, b.const([-1]), b.const([END]), 1)
         return [self.narrow(value) for value in (cells, b.op("Squeeze", last, b.const([1])))]
-
-    def _later(self, x: ir.Value, shift: int, length: ir.Value, value: float) -> ir.Value:
-        """x moved back by so many columns, filled with the value."""
-        padded = self.b.op("Pad", x, self.b.const([0, shift, 0, 0, 0, 0]), self.b.const(value, FLOAT))
-        return self.b.slice(padded, self.b.const([0]), length, 1)
 
     def recurrence_weights(self, keep: ir.Value, add: ir.Value, mask: ir.Value) -> ir.Value:
         b = self.b

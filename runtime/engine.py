@@ -54,6 +54,7 @@ class Graphs:
         self._bundle = bundle
         self._threads = threads
         self._lean = lean
+        self._is_recurrent = any(state.growth == "constant" for state in bundle.manifest.state)
         self._sessions: dict[str, Session] = {}
         self._lock = threading.Lock()
         for role in ("encode", "prefill"):  # what every input goes through; a fault shows at once
@@ -75,8 +76,12 @@ class Graphs:
             return self._sessions[role]
 
     def decoder(self, batch: int) -> Session:
-        """The session for decode steps of so many rows."""
-        if self._lean and batch == 1:
+        """The session for decode steps of so many rows.
+
+        A recurrent state is always carried on by the decode graph: prefill computes all steps at once, by rounds or
+        spans that cost the same for one element (17 ms instead of 0.3 for an ablated LSTM of 4 layers).
+        """
+        if self._lean and batch == 1 and not self._is_recurrent:
             return self.prefill
         return self.session("decode")
 
