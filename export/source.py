@@ -267,6 +267,8 @@ def downstream_texts(checkpoint: Checkpoint) -> dict[str, str]:
         texts["chat_template.jinja"] = checkpoint.chat_template
     if checkpoint.huggingface_config is not None:
         texts["config.json"] = _json(checkpoint.huggingface_config)
+    if checkpoint.config.kind == "encoder":
+        return texts
     generation = checkpoint.generation
     defaults: dict[str, object] = {
         "bos_token_id": generation.bos_token_id,
