@@ -261,10 +261,14 @@ class WholeModel(Protocol):
 
 class WholeReference:
     def __init__(
-        self, build: Callable[[], WholeModel], signature: Signature, spec: StateSpec, precision: torch.dtype
+        self,
+        build: Callable[[], WholeModel],
+        signature: Signature,
+        spec: StateSpec,
+        precision: torch.dtype,
+        size: int,  # how many numbers it has
     ) -> None:
         self._build, self.signature, self.spec, self.precision = build, signature, spec, precision
-        size = sum(tensor.numel() for tensor in build().state_dict().values())
         self.samples = 3 if size < SMALL else 1
 
     def steps(self, cases: Sequence[Case]) -> int:

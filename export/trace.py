@@ -69,7 +69,7 @@ def trace_decoder(config: ModelConfig, dtype: torch.dtype) -> DecoderFragments:
     skeleton_config = replace(config, n_layers=len(windows), windows=windows, attention_outputs=shown)
     if config.positions is None:
         skeleton_config = replace(skeleton_config, context=min(config.context, 8))
-    with FakeTensorMode(), _default_dtype(dtype):
+    with FakeTensorMode(), default_dtype(dtype):
         skeleton = Transformer(skeleton_config).eval()
         pieces = _pieces(skeleton, dtype)
         fragments = trace_pieces(skeleton, pieces)
@@ -206,7 +206,7 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Modules are made in the dtype: fake parameters cannot be converted afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -89,7 +89,8 @@ class WholeSource:
         return "append"
 
     def reference(self) -> Reference:
-        return WholeReference(self._copy, self.signature, self.spec, torch_dtype(self._dtype))
+        size = sum(tensor.numel() for tensor in self._model.state_dict().values())
+        return WholeReference(self._copy, self.signature, self.spec, torch_dtype(self._dtype), size)
 
     def _copy(self) -> Transformer | OwnModule:
         return copy.deepcopy(self._model)  # conversions are done in place

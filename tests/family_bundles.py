@@ -6,8 +6,6 @@ vectors. Norms and biases are random too: of those that a new model has, one and
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +18,7 @@ from torch import Tensor
 from tfmx.export import whole
 from tfmx.export.pipeline import ExportOptions, export_model
 from tfmx.export.source import checkpoint_source
+from tfmx.export.trace import default_dtype
 from tfmx.tfm_model.config import AttentionConfig, MlpConfig, ModelConfig, PatchInputs, TokenInputs
 from tfmx.tfm_model.presets import PRESETS, preset_generation
 from tfmx.tfm_model.tfmx_folder import model_checkpoint
@@ -58,16 +57,6 @@ FAMILY = _family()
 def sequences(config: ModelConfig) -> bool:
     """Whether what its blocks read has a length; an image has none."""
     return not isinstance(config.inputs, PatchInputs)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> Transformer:

@@ -39,13 +39,9 @@ EPS = 0.03  # large, so that it is seen
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny products: a second thread costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _no_gradients():
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 def block(attention: AttentionConfig = HEADS, **settings: object) -> Transformer:

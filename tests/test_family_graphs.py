@@ -62,15 +62,9 @@ def far(name: str) -> float:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Target], Path]:
     @functools.cache
     def exported(name: str) -> dict[Target, Path]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         shown = name == MAPS
         place = tmp_path_factory.mktemp("family")
-        folders = export_family(
-            "encoder-decoder" if shown else name, place, attentions="all" if shown else ()
-        )
-        torch.set_num_threads(threads)
-        return folders
+        return export_family("encoder-decoder" if shown else name, place, attentions="all" if shown else ())
 
     return lambda name, target: exported(name)[target]
 

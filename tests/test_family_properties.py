@@ -39,13 +39,9 @@ SETS = [name for name in ENCODERS if FAMILY[name].positions is None and FAMILY[n
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny products: a second thread costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _no_gradients():
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 def run(model: Transformer, inputs: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Outputs]:
