@@ -14,7 +14,7 @@ import torch
 from .. import InputError
 from ..runtime.bundle import FileInfo, file_info
 from ..tfm_model.checkpoint import Checkpoint, CheckpointKind, GenerationDefaults, read_finite
-from ..tfm_model.config import AttentionConfig, HeadConfig, ModelConfig, TokenInputs
+from ..tfm_model.config import AttentionConfig, ConfigError, HeadConfig, ModelConfig, TokenInputs
 from ..tfm_model.inputs import position_table
 from ..tfm_model.presets import PRESET, preset_checkpoint
 from ..tfm_model.rotary import rotary_tables
@@ -141,9 +141,12 @@ def with_attentions(config: ModelConfig, layers: Layers) -> ModelConfig:
             if layer not in own and layer not in inner:
                 raise InputError(f"--attentions names layer {layer}, wanted 0 to {max(*own, *inner, 0)}")
         layers = Maps(tuple(n for n in layers if n in own), tuple(n for n in layers if n in inner))
-    config = replace(config, attention_outputs=layers.own)
-    if config.encoder is not None:
-        config = replace(config, encoder=replace(config.encoder, attention_outputs=layers.encoder))
+    try:
+        config = replace(config, attention_outputs=layers.own)
+        if config.encoder is not None:
+            config = replace(config, encoder=replace(config.encoder, attention_outputs=layers.encoder))
+    except ConfigError as error:
+        raise InputError(f"--attentions is not for this model: {error}") from error
     return config
 
 
@@ -227,7 +230,7 @@ def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
         raise InputError(f"--max-context is {max_context}, wanted at least {MIN_CONTEXT}")
     if not can_stamp(config) or config.positions is not None:
         raise InputError(
-            f"--max-context is {max_context}, but this model is made for {config.context} positions"
+            f"--max-context is {max_context}, but this model is made for {config.context} positions; leave it out"
         )
     rotary = config.attention.rotary
     stretches = rotary is not None and rotary.scaling is not None and rotary.scaling.kind == "dynamic"

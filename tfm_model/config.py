@@ -94,7 +94,7 @@ class PatchInputs:
             check_positive("inputs.std", value)
         if self.height % self.patch or self.width % self.patch:
             raise ConfigError(
-                f"an image of {self.height} x {self.width} does not divide into patches of {self.patch} x {self.patch}"
+                f"an image of {self.height} x {self.width} does not divide into patches of {self.patch} x {self.patch}; change one"
             )
 
     @property
