@@ -52,12 +52,17 @@ class Printer:
     def statistics(self, last: Step) -> str:
         found = last.statistics
         cached = f", {found.cached_tokens} cached" if found.cached_tokens else ""
+        guessed = (
+            f", {found.accepted_tokens} of {found.drafted_tokens} guesses right"
+            if found.drafted_tokens
+            else ""
+        )
         seed = f", seed {last.seed}" if self.sampled else ""
         return (
             f"prefill {found.prefill_tokens_per_second:.1f} tokens/s "
             f"({found.prompt_tokens - found.cached_tokens} tokens{cached}), "
             f"first token {found.time_to_first_token:.2f} s, "
-            f"decode {found.decode_tokens_per_second:.1f} tokens/s ({found.decode_tokens}), "
+            f"decode {found.decode_tokens_per_second:.1f} tokens/s ({found.decode_tokens}{guessed}), "
             f"end: {last.finish_reason}{seed}"
         )
 
@@ -80,6 +85,9 @@ class Printer:
                 "decode_tokens_per_second": found.decode_tokens_per_second,
             },
         }
+        if found.drafted_tokens:
+            content["drafted_tokens"] = found.drafted_tokens
+            content["accepted_tokens"] = found.accepted_tokens
         if last.logprob is not None:
             content["logprobs"] = [_logprobs(step) for step in answer.steps]
         return content

@@ -12,7 +12,15 @@ import click
 from .. import __version__
 from .boundary import INTERRUPTED, debug_option, run_guarded
 
-COMMANDS = ("export", "run", "attend", "verify", "inspect", "doctor")  # each a module beside this one
+COMMANDS = (
+    "export",
+    "run",
+    "attend",
+    "verify",
+    "inspect",
+    "bench",
+    "doctor",
+)  # each a module beside this one
 
 
 class LazyGroup(click.Group):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
 from .boundary import debug_option
 from .console import plural, size, write_line, write_table
-from .kind_words import describe_length
+from .kind_words import describe_length, describe_numbers
 from .number_list import parse_numbers
 from .progress import Bars
+from .quantisation import Quantisation, check_quantisation, quant_options, read_quant
 
 if TYPE_CHECKING:
     from ..export.parity import Parity
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     metavar="LAYERS",
     help="Layers whose attention weights the graphs also give: all, or numbers such as 0,2.  [default: none]",
 )
+@quant_options
 @click.option(
     "--no-verify", is_flag=True, help="Skip the comparison with PyTorch; the bundle then carries no proof."
 )
@@ -66,6 +68,7 @@ def command(
     max_context: int | None,
     attentions: str | None,
     no_verify: bool,
+    **quantisation: Unpack[Quantisation],
 ) -> None:
     """Turn a checkpoint into a bundle: ONNX graphs, weights, tokenizer.
 
@@ -75,6 +78,7 @@ def command(
     written.
     """
     layers = () if attentions is None else parse_numbers(attentions, "--attentions")
+    check_quantisation(quantisation, target, dtype)
     started = time.perf_counter()
     with Bars() as progress:
         progress.stage("loading PyTorch", 1)
@@ -88,6 +92,8 @@ def command(
             max_context=max_context,
             attentions="all" if layers is None else tuple(layers),
             verify=not no_verify,
+            quant=read_quant(quantisation),
+            kv="int8" if quantisation["kv"] == "int8" else "float",
         )
         parity = export(source, Path(out), options, progress)
     seconds = time.perf_counter() - started
@@ -97,7 +103,7 @@ def command(
 def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) -> None:
     manifest = bundle.manifest
     write_line(
-        f"{bundle.path}: {manifest.target}, {manifest.dtype}, opset {manifest.opset}, "
+        f"{bundle.path}: {manifest.target}, {describe_numbers(manifest)}, opset {manifest.opset}, "
         f"{describe_length(manifest)}, made in {seconds:.1f} s"
     )
     nodes = {manifest.graphs[role].file: sum(found.ops.values()) for role, found in bundle.summaries.items()}
@@ -123,3 +129,8 @@ def _report_parity(parity: Parity) -> None:
         f"  worst: {parity.worst.ratio:.2f} times PyTorch's own rounding error ({FACTOR:g} allowed), "
         f"in '{parity.worst.name}'"
     )
+    if parity.rounding is not None:
+        write_line(
+            f"  with what the graphs round on the way: {parity.rounding.worst.ratio:.2f} times the error of PyTorch "
+            "rounding the same"
+        )

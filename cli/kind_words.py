@@ -47,3 +47,9 @@ def describe_outputs(manifest: Manifest) -> str:
         more = ", ..." if len(outputs.labels) > _SHOWN else ""
         names = f": {', '.join(outputs.labels[:_SHOWN])}{more}"
     return f"{outputs.kind}, {outputs.size:,} numbers ({outputs.name}) for {each}{names}"
+
+
+def describe_numbers(manifest: Manifest) -> str:
+    """fp32; int4 in fp32; fp32, cache int8."""
+    weights = manifest.dtype if manifest.quant is None else f"{manifest.quant.weights} in {manifest.dtype}"
+    return f"{weights}, cache int8" if any(state.dtype == "int8" for state in manifest.state) else weights

@@ -20,15 +20,15 @@ class OutputPlaceError(InputError):
     """There is no folder for a file."""
 
 
-def check_place(name: str, suffixes: tuple[str, ...]) -> Path:
-    """The path of `--out`, refused before any work is done if it cannot be it."""
+def check_place(name: str, suffixes: tuple[str, ...], option: str = "--out") -> Path:
+    """The path that an option names, refused before any work is done if it cannot be it."""
     path = Path(name)
     if path.suffix.lower() not in suffixes:
-        raise click.UsageError(f"--out is {name!r}; wanted a name that ends in {' or '.join(suffixes)}")
+        raise click.UsageError(f"{option} is {name!r}; wanted a name that ends in {' or '.join(suffixes)}")
     if not path.parent.is_dir():
-        raise OutputPlaceError(f"--out {name}: there is no folder {path.parent}")
+        raise OutputPlaceError(f"{option} {name}: there is no folder {path.parent}")
     if path.is_dir():
-        raise OutputPlaceError(f"--out {name} is a folder")
+        raise OutputPlaceError(f"{option} {name} is a folder")
     return path
 
 

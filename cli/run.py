@@ -51,6 +51,16 @@ _GIVES = {
 )
 @sampling_options
 @click.option(
+    "--speculate",
+    is_flag=True,
+    help="Guess tokens that the text has had before and check several in one run: the same answer, sooner where it repeats its prompt.",
+)
+@click.option(
+    "--draft",
+    metavar="BUNDLE",
+    help="Guess with this smaller model, which has the same tokens; implies --speculate.  [default: none]",
+)
+@click.option(
     "--device",
     type=click.Choice(["cpu", "cuda", "auto"]),
     default="cpu",
@@ -71,6 +81,8 @@ def command(
     as_json: bool,
     out: str | None,
     sampling: SamplingOptions,
+    speculate: bool,
+    draft: str | None,
     device: DeviceName,
     threads: int | None,
     no_check: bool,
@@ -107,6 +119,11 @@ def command(
         assert found is not None  # only --chat goes without
         apply(model, found, as_json=as_json, out=place, quiet=quiet)
         return
+    if speculate or draft is not None:
+        from ..runtime.speculation import Speculation
+
+        guesses = None if draft is None else open_model(draft, device, threads, check=not no_check)
+        model.speculate(Speculation(draft=guesses))
     printer = make_printer(model, as_json=as_json, quiet=quiet, sampled=sampling.temperature > 0)
     if not chat:
         assert found is not None
@@ -136,7 +153,7 @@ def _check_usage(
     if not manifest.generates:
         gives = _GIVES[manifest.outputs.kind]
         refuse_options(
-            {"chat", "system", *SAMPLING_FIELDS},
+            {"chat", "system", "speculate", "draft", *SAMPLING_FIELDS},
             f"is for bundles that generate tokens one by one; {bundle} gives {gives}",
         )
         if out is None:

@@ -128,6 +128,12 @@ class Builder:
         return ir.Model(graph, ir_version=_ir_version(self.opset), producer_name="tfmx")
 
 
+def serialised(model: ir.Model) -> bytes:
+    """The file; the same bytes for the same graph."""
+    content: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
+    return content
+
+
 def _ir_version(opset: int) -> int:
     """The oldest file version that may hold the opset, for the sake of old readers."""
     if opset <= 18:

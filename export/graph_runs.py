@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .. import TfmxError
 from ..runtime.devices import import_onnxruntime
 from ..tfm_model.state import StateTensor
 from .cases import Case, Run
+from .parity_error import ParityError
 from .reference import Array, CaseOutputs, Pasts, Reference, by_element, real
+from .rounded import INT8_TOP
 from .signature import Signature
-from .stitch import GRAPHS_OF_KIND
-
-
-class ParityError(TfmxError):
-    """The graphs do not compute what PyTorch computes."""
+from .stitch import GRAPHS_OF_KIND, GraphKind
 
 
 class Graphs:
     """The graphs of a folder, run on given states; `growth` says how they lay out theirs."""
 
-    def __init__(self, folder: Path, growth: str, signature: Signature, precision: torch.dtype) -> None:
-        self.growth, self.signature = growth, signature
+    def __init__(
+        self,
+        folder: Path,
+        growth: str,
+        signature: Signature,
+        precision: torch.dtype,
+        models: Mapping[GraphKind, bytes] | None = None,  # instead of those that lie in the folder
+        cache_scales: Sequence[Array] | None = None,  # of each state, where the cache is of int8
+    ) -> None:
+        self.growth, self.signature, self._cache_scales = growth, signature, cache_scales
         self.dtype = torch.zeros(0, dtype=precision).numpy().dtype  # of vectors, images and the state
         options = import_onnxruntime().SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry(
             "session.intra_op.allow_spinning", "0"
         )  # beside PyTorch's own threads
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(folder.absolute())
+        )
+        if models is not None:  # packed, MatMulNBits sums in a way of its own, twice as far off as PyTorch's
+            options.add_session_config_entry("session.disable_prepacking", "1")
         self.sessions = {
-            kind: _open(folder / f"{kind}.onnx", options) for kind in GRAPHS_OF_KIND[signature.kind]
+            kind: _open(
+                (folder / f"{kind}.onnx").read_bytes() if models is None else models[kind], kind, options
+            )
+            for kind in GRAPHS_OF_KIND[signature.kind]
         }
 
     def run(self, reference: Reference, pasts: Pasts, case: Case) -> CaseOutputs:
@@ -44,6 +58,8 @@ class Graphs:
         if self.growth == "capacity":
             assert columns is not None
             state = [packed(v, case, columns.shape[1] + case.spare if case.spare else 0) for v in state]
+        if self._cache_scales is not None:
+            state = [to_int8(v, scales) for v, scales in zip(state, self._cache_scales, strict=True)]
         fixed: dict[str, Array] = {}
         for run in case.runs:
             pasts_by_name = {spec.past: values for spec, values in zip(moving, state, strict=True)}
@@ -56,7 +72,9 @@ class Graphs:
                 names = self.signature.encoder_map_names
             else:
                 state = [rest[spec.present] for spec in moving]
-                extra = [self._written(v, spec, run) for v, spec in zip(state, moving, strict=True)]
+                extra = [
+                    self._written(v, spec, run) for v, spec in zip(self._wide(state), moving, strict=True)
+                ]
                 names = self.signature.map_names
             if self._is_source(run):
                 extra.insert(0, real(main, run))
@@ -64,6 +82,12 @@ class Graphs:
                 result.main.append(main)
             result.states.append(extra + [by_element(rest[name], run) for name in names])
         return result
+
+    def _wide(self, state: list[Array]) -> list[Array]:
+        """As numbers, also where the cache is of int8."""
+        if self._cache_scales is None:
+            return state
+        return [from_int8(values, scales) for values, scales in zip(state, self._cache_scales, strict=True)]
 
     def _call(self, run: Run, state: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
         """The main output, and all by name."""
@@ -132,11 +156,20 @@ class Graphs:
         )
 
 
-def _open(path: Path, options: Any) -> Any:
+def _open(model: bytes, kind: GraphKind, options: Any) -> Any:
     try:
-        return import_onnxruntime().InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return import_onnxruntime().InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no class in common but this
-        raise ParityError(f"onnxruntime cannot load {path.name}: {str(error).splitlines()[0]}") from error
+        raise ParityError(f"onnxruntime cannot load {kind}.onnx: {str(error).splitlines()[0]}") from error
+
+
+def to_int8(values: Array, scales: Array) -> Array:
+    steps = np.round(values.astype(np.float64) / scales.astype(np.float64))
+    return steps.clip(-INT8_TOP - 1, INT8_TOP).astype(np.int8)
+
+
+def from_int8(values: Array, scales: Array) -> Array:
+    return values.astype(np.float32) * scales.astype(np.float32)
 
 
 def packed(values: Array, case: Case, capacity: int) -> Array:

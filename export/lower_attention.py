@@ -14,7 +14,8 @@ from typing import Any
 import onnx_ir as ir
 
 from ..tfm_model.attention_ops import HIDDEN_SCORE
-from .lower_basic import END, FLOAT, BasicLowering, dims, given
+from .lower_basic import END, FLOAT, dims, given
+from .lower_blocks import BlockLowering
 
 Inputs = Sequence[ir.Value | None]
 
@@ -114,7 +115,7 @@ class AttentionNode:
         return self.heads.n_heads // self.heads.n_kv_heads
 
 
-class AttentionLowering(BasicLowering):
+class AttentionLowering(BlockLowering):
     def attention(self, node: AttentionNode) -> Sequence[ir.Value]:
         b, heads, H_kv, D = self.b, node.heads, node.heads.n_kv_heads, node.heads.head_dim
         # The scale goes on the queries, where it is D numbers a row and not P+T.

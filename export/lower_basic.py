@@ -29,16 +29,14 @@ class BasicLowering:
             self._cache[key] = make()
         return self._cache[key]
 
-    def embedding(self, token_ids: ir.Value, weight: ir.Value, *, weight_is_column: bool) -> ir.Value:
-        if not weight_is_column:
+    def embedding(self, token_ids: ir.Value, weight: ir.Value, *, is_column: bool) -> ir.Value:
+        if not is_column:
             return self.b.op("Gather", weight, token_ids, axis=0)
         # The head's matrix (width, vocab) serves both: a column is a token's vector.
         return self.b.op("Transpose", self.b.op("Gather", weight, token_ids, axis=1), perm=[1, 2, 0])
 
-    def linear(
-        self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, *, weight_is_column: bool
-    ) -> ir.Value:
-        if not weight_is_column:  # computed, or read by others as it is
+    def linear(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, *, is_column: bool) -> ir.Value:
+        if not is_column:  # computed, or read by others as it is
             weight = self.b.op("Transpose", weight, perm=[1, 0])
         y = self.b.op("MatMul", x, weight)
         return y if bias is None else self.b.op("Add", y, bias)

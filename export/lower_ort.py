@@ -14,16 +14,86 @@ from functools import cached_property
 import onnx_ir as ir
 
 from .. import InputError
+from .arithmetic import Activations, Arithmetic
 from .builder import Builder
+from .layout import CODES, SCALES, SHIFTS, TABLE, ZEROS, BlockLayout
 from .lower_attention import AttentionNode, Heads
+from .lower_basic import FLOAT, dims
 from .lower_portable import PortableLowering
 
 INT32 = ir.DataType.INT32
 MICROSOFT = "com.microsoft"
+CACHE_SCALES = ("attention.key_scales", "attention.value_scales")
+_ACCURACY_LEVELS: dict[Activations, int] = {"float": 1, "int8": 4}
 
 
 class FusedLowering(PortableLowering):
-    """Any graph for ONNX Runtime: its fused norms and activations; positions and cache stay what they are."""
+    """Any graph for ONNX Runtime: its fused norms, activations and products of quantised matrices.
+
+    Positions and cache stay what they are.
+    """
+
+    target = "ort"
+
+    def __init__(
+        self,
+        builder: Builder,
+        dtype: ir.DataType,
+        max_context: int,
+        *,
+        is_decode: bool,
+        arithmetic: Arithmetic,
+    ) -> None:
+        super().__init__(builder, dtype, max_context, is_decode=is_decode)
+        self.arithmetic = arithmetic
+
+    def block_linear(
+        self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, layout: BlockLayout
+    ) -> ir.Value:
+        b, parts, (rows, columns) = self.b, self.block_parts(weight, layout), dims(weight)
+        y = b.op(
+            "MatMulNBits",
+            x,
+            parts[CODES],
+            parts[SCALES],
+            parts.get(ZEROS),
+            None,
+            bias,
+            domain=MICROSOFT,
+            K=columns,
+            N=rows,
+            bits=layout.format.bits,
+            block_size=layout.format.block,
+            accuracy_level=_ACCURACY_LEVELS[self.arithmetic.activations],
+        )
+        if SHIFTS not in parts:
+            return y
+        # what a block adds to each of its weights, it adds to the result once for the sum of its inputs
+        n_blocks = columns // layout.format.block
+        blocks = b.op("Reshape", x, b.const([0, 0, n_blocks, layout.format.block]))
+        sums = b.op("ReduceSum", blocks, b.const([-1]), keepdims=0)
+        return b.op("Add", y, b.op("MatMul", sums, parts[SHIFTS]))
+
+    def block_embedding(self, token_ids: ir.Value, weight: ir.Value, layout: BlockLayout) -> ir.Value:
+        b, parts, (_, columns) = self.b, self.block_parts(weight, layout), dims(weight)
+        vectors = b.op(
+            "GatherBlockQuantized",
+            parts[TABLE],
+            token_ids,
+            parts[SCALES],
+            parts.get(ZEROS),
+            domain=MICROSOFT,
+            bits=layout.format.bits,
+            block_size=layout.format.block,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        if SHIFTS not in parts:
+            return vectors
+        shifts = b.op("Transpose", b.op("Gather", parts[SHIFTS], token_ids, axis=1), perm=[1, 2, 0])
+        by_block = b.op("Reshape", vectors, b.const([0, 0, -1, layout.format.block]))
+        shifted = b.op("Add", by_block, b.op("Unsqueeze", shifts, b.const([-1])))
+        return b.op("Reshape", shifted, b.const([0, 0, columns]))
 
     def norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, kind: str, eps: float) -> ir.Value:
         if kind == "layer":
@@ -52,8 +122,9 @@ class OrtLowering(FusedLowering):
         attention_mask: ir.Value,
         *,
         is_decode: bool,
+        arithmetic: Arithmetic,
     ) -> None:
-        super().__init__(builder, dtype, max_context, is_decode=is_decode)
+        super().__init__(builder, dtype, max_context, is_decode=is_decode, arithmetic=arithmetic)
         self.input_ids, self.attention_mask = input_ids, attention_mask
 
     def token_ids(self) -> ir.Value:
@@ -133,7 +204,8 @@ class OrtLowering(FusedLowering):
                 b.op("Reshape", part, b.const([0, 0, n * heads.head_dim]))
                 for part, n in zip(self.split_heads(heads), counts, strict=True)
             ]
-        tables = [heads.cos, heads.sin] if turns_itself else []
+        tables: list[ir.Value | None] = [heads.cos, heads.sin] if turns_itself else [None, None]
+        scales, rounded = self._cache_scales(heads)
         return b.ops(
             "GroupQueryAttention",
             *qkv,
@@ -142,6 +214,10 @@ class OrtLowering(FusedLowering):
             seqlens_k,
             total,
             *tables,
+            None,  # position_ids: by slots
+            None,  # attention_bias
+            None,  # head_sink
+            *scales,
             n_outputs=3,
             domain=MICROSOFT,
             num_heads=heads.n_heads,
@@ -150,7 +226,22 @@ class OrtLowering(FusedLowering):
             do_rotary=int(turns_itself),
             **({"softcap": node.softcap} if node.softcap else {}),
             **({"local_window_size": node.window} if node.window else {}),
+            **rounded,
         )
+
+    def _cache_scales(self, heads: Heads) -> tuple[list[ir.Value], dict[str, int | str]]:
+        """A cache of int8 has a scale for each channel of keys and values, in the weights file."""
+        if self.arithmetic.kv != "int8":
+            return [], {}
+        scales = [
+            self.b.weight(f"{self.b.scope}.{part}", FLOAT, [1, heads.n_kv_heads, 1, heads.head_dim])
+            for part in CACHE_SCALES
+        ]
+        return scales, {
+            "k_quant_type": "PER_CHANNEL",
+            "v_quant_type": "PER_CHANNEL",
+            "kv_cache_bit_width": 8,
+        }
 
     def turn(self, x: ir.Value, heads: Heads) -> ir.Value:
         return x if self._turns_itself(heads) else super().turn(x, heads)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from .layout import BlockLayout, Layout
 from .lower_attention import AttentionNode
 from .lower_basic import END, given
 from .lower_recurrent import FeatureNode, RecurrentLowering
@@ -19,18 +20,20 @@ class PortableLowering(RecurrentLowering):
         start = self.b.op("Neg", self.b.op("Reshape", keep, self.b.const([1])))
         return self.b.slice(x, start, self.b.const([END]), 1)
 
-    def lower(
-        self, node: ir.Node, inputs: Sequence[ir.Value | None], weight_is_column: bool
-    ) -> Sequence[ir.Value]:
-        """`weight_is_column`: the node's weight lies in the file as (in, out)."""
+    def lower(self, node: ir.Node, inputs: Sequence[ir.Value | None], layout: Layout) -> Sequence[ir.Value]:
+        """`layout`: how the node's weight lies in the file, if it has one."""
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         x, second, third, *_ = [*inputs, None, None]
         x = given(x)
         match node.op_type:
+            case "Embedding" if isinstance(layout, BlockLayout):
+                return [self.block_embedding(x, given(second), layout)]
             case "Embedding":
-                return [self.embedding(x, given(second), weight_is_column=weight_is_column)]
+                return [self.embedding(x, given(second), is_column=layout == "columns")]
+            case "Linear" if isinstance(layout, BlockLayout):
+                return [self.block_linear(x, given(second), third, layout)]
             case "Linear":
-                return [self.linear(x, given(second), third, weight_is_column=weight_is_column)]
+                return [self.linear(x, given(second), third, is_column=layout == "columns")]
             case "Norm":
                 return [self.norm(x, given(second), third, attributes["kind"], attributes["eps"])]
             case "Activation":

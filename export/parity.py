@@ -14,19 +14,22 @@ with huge activations (trained models have some) would make the maximum a matter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..runtime.devices import import_onnxruntime
+from .arithmetic import Arithmetic
 from .cases import Case, parity_cases
-from .graph_runs import Graphs, ParityError
+from .graph_runs import Graphs
+from .parity_error import ParityError
 from .progress import Progress
 from .reference import Array, CaseOutputs, Pasts, Reference
 from .signature import Signature
+from .stitch import GraphKind
 
 FACTOR = 4.0
 RULE = f"max|onnx - torch64| <= {FACTOR:g} * max|torch - torch64|"
@@ -67,6 +70,10 @@ class CaseParity:
 class Parity:
     cases: tuple[CaseParity, ...]
     golden: dict[str, Array]  # what golden.npz holds
+    rounding: Parity | None = None  # of the graphs as they are, if they round on the way; `cases` are without
+
+    def with_rounding(self, rounding: Parity) -> Parity:
+        return replace(self, golden=rounding.golden, rounding=rounding)
 
     @property
     def worst(self) -> CaseParity:
@@ -74,11 +81,12 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        return all(case.passed for case in self.cases)
+        return all(case.passed for case in self.cases) and (self.rounding is None or self.rounding.passed)
 
     def certificate(self) -> dict[str, object]:
         """What the manifest says; three digits, since the last ones differ from machine to machine."""
-        return {
+        rounding = {} if self.rounding is None else {"rounding": self.rounding.certificate()}
+        return rounding | {
             "rule": RULE,
             "reference": f"torch {torch.__version__.split('+')[0]} float64",
             "runtime": f"onnxruntime {import_onnxruntime().__version__}",
@@ -100,6 +108,8 @@ class Parity:
         failed = sum(not case.passed for case in self.cases)
         if failed:
             raise ParityError(f"parity failed in {failed} of {len(self.cases)} cases, worst {self.worst}")
+        if self.rounding is not None:
+            self.rounding.require()
 
 
 class Gate:
@@ -126,12 +136,30 @@ class Gate:
                 f"PyTorch itself gives values that are not finite in {precision}; export as fp32"
             )
 
-    def check(self, folder: Path, growth: str) -> Parity:
-        self.progress.stage("verifying: onnxruntime", len(self.cases))
-        graphs = Graphs(folder, growth, self.reference.signature, self.reference.precision)
+    def check(self, folder: Path, growth: str, models: Mapping[GraphKind, bytes] | None = None) -> Parity:
+        """`models`: graphs over the folder's weights, instead of those that lie in it."""
+        graphs = Graphs(folder, growth, self.reference.signature, self.reference.precision, models)
+        return self._compare(graphs, self.budgets, "verifying: onnxruntime")
+
+    def check_rounding(
+        self, folder: Path, growth: str, arithmetic: Arithmetic, cache_scales: Sequence[Array] | None
+    ) -> Parity:
+        """Graphs that round on the way may be as far off as PyTorch is when it rounds the same."""
+        self.progress.stage("verifying: PyTorch, rounding", self.reference.steps(self.cases))
+        rounded = self.reference.run(
+            self.cases, self.pasts, self.reference.precision, self.progress.advance, arithmetic=arithmetic
+        )
+        budgets = _budgets(self.cases, [rounded], self.exact, self.reference.precision)
+        signature, precision = self.reference.signature, self.reference.precision
+        graphs = Graphs(folder, growth, signature, precision, cache_scales=cache_scales)
+        return self._compare(graphs, budgets, "verifying: onnxruntime, rounding")
+
+    def _compare(self, graphs: Graphs, budgets: Sequence[tuple[float, float]], stage: str) -> Parity:
+        self.progress.stage(stage, len(self.cases))
+        growth = graphs.growth
         results: list[CaseParity] = []
         golden: dict[str, Array] = {}
-        for case, truth, budget in zip(self.cases, self.exact, self.budgets, strict=True):
+        for case, truth, budget in zip(self.cases, self.exact, budgets, strict=True):
             if case.columns_only and growth != "append":
                 continue
             results.append(compare(case, graphs.run(self.reference, self.pasts, case), truth, budget))

@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from .. import InputError, TfmxError, __version__
 from ..runtime.bundle import (
@@ -24,24 +26,37 @@ from ..runtime.bundle import (
     InputInfo,
     Manifest,
     OutputInfo,
+    QuantInfo,
     SourceInfo,
     StateInfo,
     TensorInfo,
 )
 from ..runtime.graph_audit import audit_graph
+from ..runtime.tokenizer import Tokenizer
+from .arithmetic import EXACT, Arithmetic, CacheNumbers
+from .builder import serialised
+from .calibrate import LEAST_TOKENS, calibration_windows
 from .choice_graphs import sample_graph, select_graph
+from .exact_twin import exact_twin
+from .layout import BlockLayout, Target
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
+from .quality_windows import read_text
+from .quantiser import Numbers
+from .recipe import Quant, describe, parse_layout
 from .source import Graphs, Maps, Source, open_source
-from .stitch import Target
-from .weights import WEIGHTS_FILE, link_weights, write_weights
+from .stitch import GRAPHS_OF_KIND
+from .stored import StoredMatrices
+from .weights import WEIGHTS_FILE, distinct, link_weights, write_weights
 
 Precision = Literal["fp32", "fp16"]
 DTYPES: dict[Precision, ir.DataType] = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
 OPSETS = range(17, 25)
 DEFAULT_OPSET = 18  # runs in every runtime that was tried, with 17
 GOLDEN_FILE = "golden.npz"
+# Chapters VII and VIII of "Alice's Adventures in Wonderland": what quality is measured on ends before them
+CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
 
 _TOOLS = ("torch", "onnx", "onnx-ir", "onnxscript")
 _DTYPE_NAMES = {
@@ -49,6 +64,7 @@ _DTYPE_NAMES = {
     ir.DataType.FLOAT16: "float16",
     ir.DataType.INT64: "int64",
     ir.DataType.INT32: "int32",
+    ir.DataType.INT8: "int8",
 }
 
 
@@ -64,6 +80,8 @@ class ExportOptions:
     max_context: int | None = None  # None: the model's own
     verify: bool = True
     attentions: tuple[int, ...] | Literal["all"] = ()  # layers whose weights the graphs also give
+    quant: Quant | None = None
+    kv: CacheNumbers = "float"
 
     def __post_init__(self) -> None:
         if self.opset not in OPSETS:
@@ -85,14 +103,15 @@ def export_model(
 ) -> Parity | None:
     progress = progress or Silent()
     with published(out) as folder:
-        graphs = model.graphs(options.target, options.opset, progress)
+        wanted = numbers(model, options)
+        graphs = model.graphs(options.target, options.opset, progress, wanted)
         if model.signature.generates:
             graphs.models["select"] = select_graph(model.signature.outputs.size, options.opset)
             graphs.models["sample"] = sample_graph(model.signature.outputs.size, options.opset)
         files = write_files(folder, graphs, model, progress)
         parity = None
         if options.verify:
-            parity = run_gate(folder, model, options.target, progress)
+            parity = run_gate(folder, model, options.target, graphs.layouts, wanted.arithmetic, progress)
             parity.require()
             files[GOLDEN_FILE] = _write(folder / GOLDEN_FILE, _npz(parity))
         manifest = make_manifest(model, graphs, options, files, parity)
@@ -101,6 +120,30 @@ def export_model(
         )  # last, so that a folder with a manifest is whole
         Bundle.open(folder, check=False)  # what the runtime would refuse is not published
     return parity
+
+
+def numbers(model: Source, options: ExportOptions) -> Numbers:
+    """With the text that shows the model's ranges, where roundings depend on them."""
+    path = None if options.quant is None else options.quant.calibrate
+    if path is None and options.kv != "int8":
+        return Numbers(quant=options.quant)
+    windows = calibration_windows(_calibration_ids(model, path), model.max_context)
+    return Numbers(quant=options.quant, kv=options.kv, windows=windows)
+
+
+def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
+    """The tokens of a text; a model that has no tokenizer shows the ranges of its cache on random ones."""
+    tokenizer, vocab_size = model.texts.get("tokenizer.json"), model.signature.vocab_size
+    if tokenizer is not None:
+        text = read_text(str(CALIBRATION_TEXT if path is None else path))
+        return Tokenizer(tokenizer.encode()).encode(text)
+    if path is not None:
+        raise InputError("--calibrate reads a text, and this model has no tokenizer; leave it out")
+    assert vocab_size is not None
+    ids: list[int] = torch.randint(
+        vocab_size, (LEAST_TOKENS,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    return ids
 
 
 def verify_against(bundle: Bundle, source: str, progress: Progress | None = None) -> Parity:
@@ -114,20 +157,45 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
             f"state tensors, {source} a {found[0]} with {found[1]} and {found[2]}; "
             "give the source that it was exported from"
         )
-    return run_gate(bundle.path, model, manifest.target, progress or Silent())
+    layouts = (
+        {name: parse_layout(text) for name, text in manifest.quant.matrices.items()} if manifest.quant else {}
+    )
+    arithmetic = Arithmetic(
+        activations=manifest.quant.activations if manifest.quant else "float",
+        kv="int8" if any(state.dtype == "int8" for state in manifest.state) else "float",
+    )
+    return run_gate(bundle.path, model, manifest.target, layouts, arithmetic, progress or Silent())
 
 
-def run_gate(folder: Path, model: Source, target: Target, progress: Progress) -> Parity:
-    return Gate(model.reference(), progress).check(folder, model.growth(target))
+def run_gate(
+    folder: Path,
+    model: Source,
+    target: Target,
+    layouts: Mapping[str, BlockLayout],
+    arithmetic: Arithmetic,
+    progress: Progress,
+) -> Parity:
+    """Against PyTorch over the weights as they are stored; where graphs round on the way, without that, and with it."""
+    kinds, growth = GRAPHS_OF_KIND[model.signature.kind], model.growth(target)
+    stored = StoredMatrices(folder, kinds, layouts, target)
+    stored.check(model.weight)
+    reference = model.reference(stored)
+    gate = Gate(reference, progress)
+    if target == "portable" or arithmetic == EXACT:
+        return gate.check(folder, growth)
+    cache_dtype = ir.DataType.FLOAT if reference.precision == torch.float32 else ir.DataType.FLOAT16
+    twins = {kind: exact_twin(folder / f"{kind}.onnx", cache_dtype) for kind in kinds}
+    exact = gate.check(folder, growth, twins)
+    return exact.with_rounding(gate.check_rounding(folder, growth, arithmetic, stored.all_cache_scales()))
 
 
 def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress) -> dict[str, FileInfo]:
     link_weights(graphs.models.values(), graphs.tensors)
-    progress.stage("writing weights", sum(tensor.nbytes for tensor in graphs.tensors))
+    progress.stage("writing weights", sum(tensor.nbytes for tensor in distinct(graphs.tensors)))
     digest = write_weights(folder / WEIGHTS_FILE, graphs.tensors, progress.advance)
     files = {WEIGHTS_FILE: FileInfo(size=(folder / WEIGHTS_FILE).stat().st_size, sha256=digest)}
     for kind, graph in graphs.models.items():
-        content = ir.to_proto(graph).SerializeToString(deterministic=True)
+        content = serialised(graph)
         audit_graph(content, graph_info(kind, graph), files[WEIGHTS_FILE].size)  # before onnxruntime sees it
         files[f"{kind}.onnx"] = _write(folder / f"{kind}.onnx", content)
     for name, text in model.texts.items():
@@ -149,6 +217,7 @@ def make_manifest(
         kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
+        quant=_quant_info(options.quant, graphs.layouts),
         opset=options.opset,
         inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
         outputs=OutputInfo(
@@ -162,7 +231,7 @@ def make_manifest(
             StateInfo(
                 past=state.past,
                 present=state.present,
-                dtype="float32" if state.wide else dtype,  # type: ignore[arg-type]
+                dtype="int8" if options.kv == "int8" else "float32" if state.wide else dtype,  # type: ignore[arg-type]
                 shape=state.shape,
                 growth=growth if state.growth == "append" else state.growth,  # type: ignore[arg-type]
             )
@@ -176,7 +245,19 @@ def make_manifest(
             sampling=dict(generation.sampling),
         ),
         parity=parity.certificate() if parity else None,
+        quality=None,
         files=files,
+    )
+
+
+def _quant_info(quant: Quant | None, layouts: Mapping[str, BlockLayout]) -> QuantInfo | None:
+    if quant is None:
+        return None
+    return QuantInfo(
+        weights="int4" if quant.bits == 4 else "int8",
+        rounding="gptq" if quant.calibrate is not None else quant.rounding,
+        activations=quant.activations,
+        matrices={name: describe(layout) for name, layout in layouts.items()},
     )
 
 

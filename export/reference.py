@@ -9,23 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..tfm_model.config import ModelConfig, TokenInputs
-from ..tfm_model.layers import Reads
+from ..tfm_model.layers import Attention, Reads
 from ..tfm_model.state import StateSpec, StateTensor
-from ..tfm_model.transformer import Outputs, Transformer
+from ..tfm_model.transformer import Block, Transformer
+from .arithmetic import EXACT, Arithmetic
 from .cases import Case, Run, warm_up_case
+from .layout import BlockLayout
+from .rounded import round_inputs, rounded_cache
 from .signature import Signature, model_signature
+from .stored import StoredMatrices
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-
-
-SMALL = 10**7  # numbers: a model of fewer is sampled thrice; larger ones have more outputs, and longer runs
 
 
 @dataclass(slots=True)
@@ -52,8 +53,12 @@ class Reference(Protocol):
         dtype: torch.dtype,
         progress: Callable[[], None],
         sample: int = 0,
+        arithmetic: Arithmetic = EXACT,
     ) -> list[CaseOutputs]:
-        """Sample 0 is the model; others have weights nudged by up to half a rounding step."""
+        """Sample 0 is the model; others have weights nudged by up to half a rounding step.
+
+        `arithmetic`: rounds on the way what the graphs round, as they do.
+        """
 
 
 class Pasts:
@@ -138,9 +143,13 @@ class DecoderReference:
     samples = 1
 
     def __init__(
-        self, config: ModelConfig, precision: torch.dtype, read: Callable[[str, torch.dtype], Tensor]
+        self,
+        config: ModelConfig,
+        precision: torch.dtype,
+        read: Callable[[str, torch.dtype], Tensor],
+        stored: StoredMatrices | None = None,
     ) -> None:
-        self.config, self.precision, self._read = config, precision, read
+        self.config, self.precision, self._read, self._stored = config, precision, read, stored
         self.signature = model_signature(config)
         with torch.device("meta"):
             self.spec = Transformer(config).state_spec()
@@ -156,8 +165,9 @@ class DecoderReference:
         dtype: torch.dtype,
         progress: Callable[[], None],
         sample: int = 0,  # noqa: ARG002 - there is one
+        arithmetic: Arithmetic = EXACT,
     ) -> list[CaseOutputs]:
-        ends = self._part(0, dtype)  # embedding, tables and head
+        ends = self._part(0, dtype, arithmetic)  # embedding, tables and head
         hidden = [
             [ends.embedding(*map(torch.from_numpy, (run.inputs, run.position_ids))) for run in case.runs]
             for case in cases
@@ -165,7 +175,8 @@ class DecoderReference:
         results = [CaseOutputs(states=[[] for _ in case.runs]) for case in cases]
         maps: list[list[list[Array]]] = [[[] for _ in case.runs] for case in cases]
         for layer in range(self.config.n_layers):
-            block = self._part(layer + 1, dtype).blocks[0]
+            block = self._part(layer + 1, dtype, arithmetic).blocks[0]
+            assert isinstance(block, Block)
             for case, xs, result, found in zip(cases, hidden, results, maps, strict=True):
                 self._run_block(layer, block, ends, case, pasts, xs, result, found)
             progress()
@@ -177,7 +188,7 @@ class DecoderReference:
     def _run_block(
         self,
         layer: int,
-        block: torch.nn.Module,
+        block: Block,
         ends: Transformer,
         case: Case,
         pasts: Pasts | None,
@@ -188,6 +199,9 @@ class DecoderReference:
         states = self.spec[2 * layer : 2 * layer + 2]
         dtype = ends.embed.weight.dtype
         state = [start(pasts, case, 2 * layer + i, spec, dtype) for i, spec in enumerate(states)]
+        kept = block.attention.kept if isinstance(block.attention, Attention) else None
+        if kept is not None:
+            state = list(kept(*state))
         for index, run in enumerate(case.runs):
             mask, positions = torch.from_numpy(run.attention_mask), torch.from_numpy(run.position_ids)
             xs[index], state, weights = block(
@@ -196,7 +210,7 @@ class DecoderReference:
             result.states[index] += [written(t, s, run) for t, s in zip(state, states, strict=True)]
             maps[index] += [by_element(np.asarray(part.numpy()), run) for part in weights if part is not None]
 
-    def _part(self, part: int, dtype: torch.dtype) -> Transformer:
+    def _part(self, part: int, dtype: torch.dtype, arithmetic: Arithmetic) -> Transformer:
         """Part 0 is the model without its layers; part n has layer n-1 and nothing else."""
         layer = max(part - 1, 0)
         config = replace(
@@ -224,7 +238,24 @@ class DecoderReference:
         )
         if part == 0:
             self._finish_ends(model, dtype)
+        self._round(model, layer, arithmetic)
         return model.eval()
+
+    def _round(self, model: Transformer, layer: int, arithmetic: Arithmetic) -> None:
+        stored = self._stored
+        if stored is not None and arithmetic.activations == "int8":
+
+            def layout_of(name: str) -> BlockLayout | None:
+                if name == "head.weight" and self.config.head.tied:
+                    name = "embed.weight"
+                return stored.layouts.get(name.replace("blocks.0.", f"blocks.{layer}.", 1))
+
+            round_inputs(model, layout_of)
+        scales = stored.cache_scales(layer) if stored is not None and arithmetic.kv == "int8" else None
+        if scales is not None:
+            attention = model.get_submodule("blocks.0.attention")
+            assert isinstance(attention, Attention)
+            attention.kept = lambda k, v: (rounded_cache(k, scales[0]), rounded_cache(v, scales[1]))
 
     def _finish_ends(self, model: Transformer, dtype: torch.dtype) -> None:
         if self.config.head.tied:
@@ -234,113 +265,3 @@ class DecoderReference:
         if model.embed.positions is not None and model.embed.positions.has_table:
             model.embed.positions.set_table(self.precision)
             model.embed.positions.to(dtype)
-
-
-class WholeModel(Protocol):
-    """A model that is run whole: a Transformer, or a user's own module behind `OwnModule`."""
-
-    def state_spec(self) -> StateSpec: ...
-
-    def encode(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Outputs: ...
-
-    def step(
-        self,
-        inputs: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        state: list[Tensor],
-        encoder_attention_mask: Tensor | None = None,
-    ) -> Outputs: ...
-
-    def to(self, dtype: torch.dtype) -> WholeModel: ...
-
-    def eval(self) -> WholeModel: ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-
-class WholeReference:
-    def __init__(
-        self,
-        build: Callable[[], WholeModel],
-        signature: Signature,
-        spec: StateSpec,
-        precision: torch.dtype,
-        size: int,  # how many numbers it has
-    ) -> None:
-        self._build, self.signature, self.spec, self.precision = build, signature, spec, precision
-        self.samples = 3 if size < SMALL else 1
-
-    def steps(self, cases: Sequence[Case]) -> int:
-        return len(cases)
-
-    @torch.no_grad()
-    def run(
-        self,
-        cases: Sequence[Case],
-        pasts: Pasts | None,
-        dtype: torch.dtype,
-        progress: Callable[[], None],
-        sample: int = 0,
-    ) -> list[CaseOutputs]:
-        model = self._build().to(self.precision)
-        if sample:
-            nudge(model, sample)
-        model = model.to(dtype).eval()
-        results = []
-        for case in cases:
-            results.append(self._run_case(model, case, pasts, dtype))
-            progress()
-        return results
-
-    def _run_case(
-        self, model: WholeModel, case: Case, pasts: Pasts | None, dtype: torch.dtype
-    ) -> CaseOutputs:
-        result = CaseOutputs()
-        moving = [state for state in self.spec if state.growth != "fixed"]
-        state = [start(pasts, case, index, spec, dtype) for index, spec in enumerate(moving)]
-        fixed: list[Tensor] = []
-        source = case.runs[0] if self.signature.kind == "encoder-decoder" else None
-        source_mask = None
-        for run in case.runs:
-            inputs = torch.from_numpy(run.inputs)
-            inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-            mask = None if run.attention_mask is None else torch.from_numpy(run.attention_mask)
-            if run.graph == "encode":
-                outputs = model.encode(inputs, mask)
-                source_mask, fixed = mask, outputs.state
-                extra = [by_element(np.asarray(part.numpy()), run) for part in fixed]
-                names = self.signature.encoder_map_names
-            else:
-                assert mask is not None
-                positions = torch.from_numpy(run.position_ids)
-                outputs = model.step(
-                    inputs, mask, positions, interleaved(self.spec, state, fixed), source_mask
-                )
-                state = outputs.state
-                extra = [written(part, spec, run) for part, spec in zip(state, moving, strict=True)]
-                names = self.signature.map_names
-            main = np.asarray(outputs.main.numpy())
-            if run is not source:
-                result.main.append(main)
-            else:
-                extra.insert(0, real(main, run))
-            result.states.append(
-                extra + [by_element(np.asarray(outputs.maps[name].numpy()), run) for name in names]
-            )
-        return result
-
-
-def nudge(model: WholeModel, seed: int) -> None:
-    """Move each weight by up to half a step of its precision, so that some become their neighbours."""
-    random = torch.Generator().manual_seed(seed)
-    for tensor in model.state_dict().values():
-        if tensor.is_floating_point():
-            noise = torch.rand(tensor.shape, generator=random, dtype=torch.float64) - 0.5
-            tensor.copy_(tensor.double() * (1 + noise * torch.finfo(tensor.dtype).eps))
-
-
-def interleaved(spec: StateSpec, moving: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
-    """The whole state in the order of the spec."""
-    parts = {True: iter(fixed), False: iter(moving)}
-    return [next(parts[state.growth == "fixed"]) for state in spec]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import onnx_ir as ir
@@ -13,7 +12,14 @@ import torch
 
 from .. import InputError
 from ..runtime.bundle import FileInfo, file_info
-from ..tfm_model.checkpoint import Checkpoint, CheckpointKind, GenerationDefaults, read_finite
+from ..tfm_model.blocks import BlockFormat, Blocks
+from ..tfm_model.checkpoint import (
+    Checkpoint,
+    CheckpointKind,
+    GenerationDefaults,
+    read_finite,
+    read_finite_blocks,
+)
 from ..tfm_model.config import AttentionConfig, ConfigError, HeadConfig, ModelConfig, TokenInputs
 from ..tfm_model.inputs import position_table
 from ..tfm_model.presets import PRESET, preset_checkpoint
@@ -21,22 +27,29 @@ from ..tfm_model.rotary import rotary_tables
 from ..tfm_model.source import is_python_source, open_checkpoint
 from ..tfm_model.state import StateSpec, model_state
 from ..tfm_model.transformer import Transformer
+from .cache_scales import cache_scales
+from .calibrate import Calibration, calibrate
+from .downstream import downstream_texts
+from .layout import BlockLayout, Target
 from .lower_basic import COLUMNS, dims
 from .progress import Progress
+from .quantiser import PLAIN, Numbers, Quantiser, rounded
+from .recipe import Matrix
 from .reference import DecoderReference, Reference
 from .signature import Signature, model_signature
 from .stitch import (
     GRAPHS_OF_KIND,
     POSITION_TABLE,
     GraphKind,
-    Target,
     WeightPlan,
     keeps_slots,
     stitch_decoder,
 )
+from .stored import StoredMatrices
 from .trace import trace_decoder
 from .weights import StoredTensor, torch_dtype
 
+POSITIONS = "embed.positions.weight"  # a table of positions, not of tokens
 MIN_CONTEXT = 2  # a prompt of one token, and one answer
 
 
@@ -55,6 +68,7 @@ Layers = tuple[int, ...] | Literal["all"] | Maps
 class Graphs:
     models: dict[GraphKind, ir.Model]
     tensors: list[StoredTensor]  # of the weights file, in order
+    layouts: Mapping[str, BlockLayout] = field(default_factory=dict)  # of the quantised matrices
 
 
 class Source(Protocol):
@@ -72,9 +86,13 @@ class Source(Protocol):
 
     def growth(self, target: Target) -> str: ...
 
-    def graphs(self, target: Target, opset: int, progress: Progress) -> Graphs: ...
+    def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs: ...
 
-    def reference(self) -> Reference: ...
+    def weight(self, name: str) -> torch.Tensor:
+        """A matrix (out, in) as the source has it, in float32."""
+
+    def reference(self, stored: StoredMatrices | None = None) -> Reference:
+        """PyTorch, with the weights of the source but for the matrices that are stored."""
 
 
 def open_source(source: str, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()) -> Source:
@@ -169,27 +187,80 @@ class CheckpointSource:
     def growth(self, target: Target) -> str:
         return "capacity" if keeps_slots(self.config, target) else "append"
 
-    def graphs(self, target: Target, opset: int, progress: Progress) -> Graphs:
+    def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs:
+        if numbers.kv == "int8" and not keeps_slots(self.config, target):
+            raise kv_error(target)
+        matrices = self._matrices()
+        layouts = numbers.layouts(matrices)
         progress.stage("tracing", 1)
         fragments = trace_decoder(self.config, torch_dtype(self._dtype))
         progress.advance()
         tied = {"head.weight": "embed.weight"} if self.config.head.tied else {}
-        plan = WeightPlan(self._dtype, tied)
+        plan = WeightPlan(self._dtype, tied, layouts)
         kinds = GRAPHS_OF_KIND["decoder"]
         progress.stage("stitching", len(kinds))
         models: dict[GraphKind, ir.Model] = {}
         for kind in kinds:
-            models[kind] = stitch_decoder(kind, self.config, fragments, self.spec, target, opset, plan)
+            models[kind] = stitch_decoder(
+                kind, self.config, fragments, self.spec, target, opset, plan, numbers.arithmetic
+            )
             progress.advance()
-        return Graphs(models, stored_tensors(models.values(), lambda value: self._reader(value, plan)))
+        calibration = self._calibration(numbers, layouts, progress)
+
+        def blocks_of(name: str) -> Blocks:
+            assert numbers.quant is not None
+            if numbers.quant.keeps(matrices[name].blocks):
+                return read_finite_blocks(self._checkpoint.tensors[name])
+            if name in calibration.blocks:
+                return calibration.blocks[name]
+            return rounded(numbers.quant, layouts[name], self.weight(name), name)
+
+        quantiser = Quantiser(layouts, target, torch_dtype(self._dtype), blocks_of)
+        scales = cache_scales(calibration.ranges) if numbers.kv == "int8" else {}
+
+        def reader(value: ir.Value) -> Callable[[], torch.Tensor]:
+            name = str(value.name)
+            if name in scales:
+                return lambda: scales[name]
+            return quantiser.reader(name) or self._reader(value, plan)
+
+        return Graphs(models, stored_tensors(models.values(), reader), layouts)
+
+    def _calibration(
+        self, numbers: Numbers, layouts: Mapping[str, BlockLayout], progress: Progress
+    ) -> Calibration:
+        """What a text tells about the model, where that is asked for."""
+        calibrates = numbers.quant is not None and numbers.quant.calibrate is not None
+        if not calibrates and numbers.kv != "int8":
+            return Calibration()
+        assert numbers.windows is not None
+        kept = numbers.quant.keeps if numbers.quant is not None else lambda _: False
+
+        def format_of(name: str) -> BlockFormat | None:
+            if not calibrates or name not in layouts or kept(self._checkpoint.tensors[name].blocks):
+                return None
+            return layouts[name].format
+
+        def read(name: str, dtype: torch.dtype) -> torch.Tensor:
+            return read_finite(self._checkpoint.tensors[name], dtype)
+
+        return calibrate(self.config, read, numbers.windows, format_of, progress)
+
+    def _matrices(self) -> dict[str, Matrix]:
+        """What linear layers and the embedding of tokens read."""
+        return {
+            name: Matrix(tensor.shape, tensor.blocks)
+            for name, tensor in self._checkpoint.tensors.items()
+            if len(tensor.shape) == 2 and name != POSITIONS
+        }
 
     def _reader(self, value: ir.Value, plan: WeightPlan) -> Callable[[], torch.Tensor]:
         name, dtype = str(value.name), torch_dtype(self._dtype)
         if name == POSITION_TABLE:
             return lambda: position_table(self.config).to(dtype)
-        if name in plan.weights:
+        if name in self._checkpoint.tensors:
             tensor = self._checkpoint.tensors[name]
-            if plan.is_column(name):
+            if plan.layout(name) == "columns":
                 return lambda: read_finite(tensor, dtype).T
             return lambda: read_finite(tensor, dtype)
         if name == COLUMNS:
@@ -199,13 +270,30 @@ class CheckpointSource:
         index = ("rotary.cos", "rotary.sin").index(name)
         return lambda: rotary_tables(rotary, self.max_context)[index].to(dtype)
 
-    def reference(self) -> Reference:
+    def weight(self, name: str) -> torch.Tensor:
+        return read_finite(self._checkpoint.tensors[name], torch.float32)
+
+    def reference(self, stored: StoredMatrices | None = None) -> Reference:
         precision = torch_dtype(self._dtype)
-        return DecoderReference(
-            self.config,
-            precision,
-            lambda name, dtype: read_finite(self._checkpoint.tensors[name], precision).to(dtype),
-        )
+
+        def read(name: str, dtype: torch.dtype) -> torch.Tensor:
+            if stored is not None and name in stored:
+                return stored.read(name).to(dtype)
+            return read_finite(self._checkpoint.tensors[name], precision).to(dtype)
+
+        return DecoderReference(self.config, precision, read, stored)
+
+
+def kv_error(target: Target) -> InputError:
+    what = (
+        "only ONNX Runtime's fused attention has such a cache"
+        if target == "portable"
+        else "it has no fused attention"
+    )
+    return InputError(
+        f"--kv int8 is not for this export: {what}; it works for decoders of tokens with --target ort and without "
+        "--attentions (otherwise leave --kv out)"
+    )
 
 
 def stored_tensors(
@@ -259,32 +347,3 @@ def _check_generation(config: ModelConfig, generation: GenerationDefaults) -> No
     for token_id in (generation.bos_token_id, generation.pad_token_id, start, *generation.eos_token_ids):
         if token_id is not None and not 0 <= token_id < vocab_size:
             raise InputError(f"generation names token {token_id}, the vocabulary has {vocab_size}")
-
-
-def downstream_texts(checkpoint: Checkpoint) -> dict[str, str]:
-    """The small files that the runtime and other runtimes look for."""
-    texts: dict[str, str] = {}
-    if checkpoint.tokenizer_json is not None:
-        texts["tokenizer.json"] = checkpoint.tokenizer_json
-    if checkpoint.chat_template is not None:
-        texts["chat_template.jinja"] = checkpoint.chat_template
-    if checkpoint.huggingface_config is not None:
-        texts["config.json"] = _json(checkpoint.huggingface_config)
-    if checkpoint.config.kind == "encoder":
-        return texts
-    generation = checkpoint.generation
-    defaults: dict[str, object] = {
-        "bos_token_id": generation.bos_token_id,
-        "eos_token_id": list(generation.eos_token_ids) or None,
-        "pad_token_id": generation.pad_token_id,
-        "decoder_start_token_id": generation.decoder_start_token_id,
-        **generation.sampling,
-    }
-    texts["generation_config.json"] = _json(
-        {key: value for key, value in defaults.items() if value is not None}
-    )
-    return texts
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

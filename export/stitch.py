@@ -10,8 +10,7 @@ Both take any past, none included. Without the cache by slots they also take pos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,41 +18,36 @@ import onnx_ir as ir
 
 from ..tfm_model.config import ModelConfig
 from ..tfm_model.state import StateSpec
+from .arithmetic import Arithmetic
 from .builder import Builder
+from .layout import BlockLayout, Layout, Target
 from .lower_basic import FLOAT, INT64, dims
 from .lower_ort import FusedLowering, OrtLowering, fuse_skip_norms
 from .lower_portable import PortableLowering
 from .trace import DecoderFragments, Fragment
 
-Target = Literal["ort", "portable"]
 GraphKind = Literal["encode", "prefill", "decode", "select", "sample"]
 GRAPHS_OF_KIND: dict[str, tuple[GraphKind, ...]] = {
     "decoder": ("prefill", "decode"),
     "encoder": ("encode",),
     "encoder-decoder": ("encode", "prefill", "decode"),
 }
+INT8 = ir.DataType.INT8
 ROTARY_TABLES = ("rotary.cos", "rotary.sin")
 POSITION_TABLE = "embed.positions.table"
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A tensor of the weights file."""
-
-    name: str
-    dtype: ir.DataType
-    shape: tuple[int, ...]
-    is_column: bool  # a linear layer's (out, in) matrix, stored transposed as (in, out)
 
 
 class WeightPlan:
     """Which weights the graphs use, under which names and in which layout; the same for all graphs of a bundle."""
 
-    def __init__(self, dtype: ir.DataType, tied: dict[str, str]) -> None:
+    def __init__(
+        self, dtype: ir.DataType, tied: Mapping[str, str], blocks: Mapping[str, BlockLayout] | None = None
+    ) -> None:
         self.dtype = dtype
         self.tied = tied  # another name of a tensor → its name in the file
-        self.weights: dict[str, Weight] = {}
+        self.blocks = blocks or {}  # matrices that are quantised
         self._columns: set[str] = set()  # matrices of linear layers
+        self._tables: set[str] = set()  # what tokens' vectors are gathered from
         self._plain: set[str] = set()  # what anything else reads as it is
 
     def see(self, fragment: Fragment, prefix: str) -> None:
@@ -65,20 +59,29 @@ class WeightPlan:
                 name = self.name(prefix + fragment.weights[value])
                 if (node.domain, node.op_type, index) == ("tfmx", "Linear", 1):
                     self._columns.add(name)
-                elif (node.domain, node.op_type, index) != ("tfmx", "Embedding", 1):
+                elif (node.domain, node.op_type, index) == ("tfmx", "Embedding", 1):
+                    self._tables.add(name)
+                else:
                     self._plain.add(name)
+
+    @property
+    def can_quantise(self) -> set[str]:
+        return (self._columns | self._tables) - self._plain
 
     def name(self, name: str) -> str:
         return self.tied.get(name, name)
 
-    def is_column(self, name: str) -> bool:
-        return name in self._columns and name not in self._plain
+    def layout(self, name: str) -> Layout:
+        if name in self._plain:
+            return "rows"
+        return self.blocks.get(name, "columns" if name in self._columns else "rows")
 
     def use(self, builder: Builder, name: str, shape: Sequence[int]) -> ir.Value:
-        is_column = self.is_column(name)
-        stored = tuple(reversed(shape)) if is_column else tuple(shape)
-        self.weights[name] = Weight(name, self.dtype, stored, is_column)
-        return builder.weight(name, self.dtype, stored)
+        """A matrix in blocks is only a name here: what is read are its parts."""
+        return builder.weight(name, self.dtype, self.stored_shape(name, shape))
+
+    def stored_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(reversed(shape)) if self.layout(name) == "columns" else tuple(shape)
 
 
 def stamp(
@@ -97,9 +100,7 @@ def stamp(
         mapped = [values[value] for value in node.inputs]
         if node.domain == "tfmx":
             weight = mapped[1].name if len(mapped) > 1 and mapped[1] is not None else None
-            outputs = lowering.lower(
-                node, mapped, weight_is_column=weight is not None and plan.is_column(weight)
-            )
+            outputs = lowering.lower(node, mapped, plan.layout(weight) if weight else "rows")
         else:
             attributes = {name: attribute.value for name, attribute in node.attributes.items()}
             outputs = builder.ops(
@@ -119,13 +120,17 @@ def stitch_decoder(
     target: Target,
     opset: int,
     plan: WeightPlan,
+    arithmetic: Arithmetic,
 ) -> ir.Model:
     builder = Builder(kind, opset)
     length: int | str = "sequence_length" if kind == "prefill" else 1
     input_ids = builder.input("input_ids", INT64, ["batch_size", length])
     mask = builder.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
-    lowering, token_ids, positions = _lowering(builder, config, target, plan.dtype, input_ids, mask)
-    pasts = [builder.input(state.past, plan.dtype, state.shape) for state in spec]
+    lowering, token_ids, positions = _lowering(
+        builder, config, target, plan.dtype, input_ids, mask, arithmetic
+    )
+    cache_dtype = INT8 if arithmetic.kv == "int8" else plan.dtype
+    pasts = [builder.input(state.past, cache_dtype, state.shape) for state in spec]
     keep = keep_input(builder) if kind == "prefill" else None
     plan.see(fragments.embedding, "")
     plan.see(fragments.head, "")
@@ -153,7 +158,7 @@ def stitch_decoder(
     kept: int | str = "logits_length" if kind == "prefill" else 1
     builder.output(logits, "logits", FLOAT, ["batch_size", kept, config.vocab_size])
     for state, present in zip(spec, presents, strict=True):
-        builder.output(present, state.present, plan.dtype, present_shape(state.shape, lowering.growth))
+        builder.output(present, state.present, cache_dtype, present_shape(state.shape, lowering.growth))
     for layer, shown in maps.items():
         shape = ("batch_size", config.attention.n_heads, length, "total_sequence_length")
         builder.output(shown, f"attentions.{layer}", plan.dtype, shape)
@@ -173,15 +178,36 @@ def _lowering(
     dtype: ir.DataType,
     input_ids: ir.Value,
     mask: ir.Value,
+    arithmetic: Arithmetic,
 ) -> tuple[PortableLowering, ir.Value, ir.Value]:
     """And the tokens and positions that blocks get: the graph's own, or each row's real ones first."""
     is_decode = builder.name == "decode"
     if keeps_slots(config, target):
-        by_slots = OrtLowering(builder, dtype, config.context, input_ids, mask, is_decode=is_decode)
+        by_slots = OrtLowering(
+            builder, dtype, config.context, input_ids, mask, is_decode=is_decode, arithmetic=arithmetic
+        )
         return by_slots, by_slots.token_ids(), by_slots.position_ids
-    kind = FusedLowering if target == "ort" else PortableLowering
     positions = builder.input("position_ids", INT64, ["batch_size", 1 if is_decode else "sequence_length"])
-    return kind(builder, dtype, config.context, is_decode=is_decode), input_ids, positions
+    return (
+        column_lowering(target, builder, dtype, config.context, arithmetic, is_decode=is_decode),
+        input_ids,
+        positions,
+    )
+
+
+def column_lowering(
+    target: Target,
+    builder: Builder,
+    dtype: ir.DataType,
+    context: int,
+    arithmetic: Arithmetic,
+    *,
+    is_decode: bool,
+) -> PortableLowering:
+    """For graphs whose cache, if any, is by columns."""
+    if target == "ort":
+        return FusedLowering(builder, dtype, context, is_decode=is_decode, arithmetic=arithmetic)
+    return PortableLowering(builder, dtype, context, is_decode=is_decode)
 
 
 def keep_input(builder: Builder) -> ir.Value:

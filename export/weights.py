@@ -10,6 +10,8 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
+from .layout import place
+
 WEIGHTS_FILE = "weights.bin"
 ALIGNMENT = 4096  # a page, so that onnxruntime can map each tensor where it lies
 
@@ -39,6 +41,11 @@ class StoredTensor:
     read: Callable[[], torch.Tensor]
 
     @property
+    def place(self) -> str:
+        """Tensors of one place are the same bytes in two shapes, and there once."""
+        return place(self.name)
+
+    @property
     def nbytes(self) -> int:
         size = int(self.dtype.itemsize)
         for dim in self.shape:
@@ -46,20 +53,35 @@ class StoredTensor:
         return size
 
 
+def distinct(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """One tensor for each place, in order."""
+    found: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.place, tensor)
+    return list(found.values())
+
+
 def link_weights(models: Iterable[ir.Model], tensors: Iterable[StoredTensor]) -> None:
     """Point the graphs' weights at their place in the file."""
-    places: dict[str, ir.ExternalTensor] = {}
-    offset = 0
+    offsets: dict[str, int] = {}
+    linked: dict[str, ir.ExternalTensor] = {}
+    end = 0
     for tensor in tensors:
-        offset += -offset % ALIGNMENT
-        places[tensor.name] = ir.ExternalTensor(
-            WEIGHTS_FILE, offset, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=tensor.name
+        if tensor.place not in offsets:
+            offsets[tensor.place] = end + -end % ALIGNMENT
+            end = offsets[tensor.place] + tensor.nbytes
+        linked[tensor.name] = ir.ExternalTensor(
+            WEIGHTS_FILE,
+            offsets[tensor.place],
+            tensor.nbytes,
+            tensor.dtype,
+            shape=ir.Shape(tensor.shape),
+            name=tensor.name,
         )
-        offset += tensor.nbytes
     for model in models:
         for name, value in model.graph.initializers.items():
             if value.const_value is None:
-                value.const_value = places[name]
+                value.const_value = linked[name]
 
 
 def write_weights(path: Path, tensors: Iterable[StoredTensor], progress: Callable[[int], None]) -> str:
@@ -67,7 +89,7 @@ def write_weights(path: Path, tensors: Iterable[StoredTensor], progress: Callabl
     digest = hashlib.sha256()
     offset = 0
     with path.open("xb") as file:
-        for tensor in tensors:
+        for tensor in distinct(tensors):
             padding = bytes(-offset % ALIGNMENT)
             data = tensor.read().contiguous()
             assert tuple(data.shape) == tensor.shape, (tensor.name, data.shape, tensor.shape)

@@ -7,42 +7,43 @@ on the columns that were asked for only.
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from .. import TfmxError
+from .. import InputError, TfmxError
 from ..runtime.bundle import FileInfo
+from ..tfm_model.blocks import Blocks
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
 from ..tfm_model.state import StateSpec, StateTensor
 from ..tfm_model.transformer import Transformer
+from .arithmetic import Arithmetic
 from .builder import Builder
-from .lower_basic import COLUMNS, FLOAT, INT64, dims
-from .lower_ort import FusedLowering
-from .lower_portable import PortableLowering
+from .content_plan import ContentPlan
+from .layout import Target
+from .lower_basic import FLOAT, INT64
 from .own_module import ModuleError, OwnModule, first_line
 from .progress import Progress
-from .reference import Reference, WholeReference
+from .quantiser import PLAIN, Numbers, Quantiser, rounded
+from .reference import Reference
 from .signature import Signature
-from .source import Graphs, stored_tensors
+from .source import Graphs, kv_error, stored_tensors
 from .stitch import (
     GRAPHS_OF_KIND,
     GraphKind,
-    Target,
-    Weight,
-    WeightPlan,
+    column_lowering,
     keep_input,
     present_shape,
     stamp,
 )
+from .stored import StoredMatrices
 from .trace import TRACE_OPSET, Fragment, Piece, trace_pieces
 from .weights import torch_dtype
+from .whole_reference import WholeReference
 
-INLINE = 1024  # constants of more elements than this go into the weights file
 Shape = tuple[int | str, ...]
 
 
@@ -88,17 +89,38 @@ class WholeSource:
     def growth(self, target: Target) -> str:  # noqa: ARG002 - the same for both
         return "append"
 
-    def reference(self) -> Reference:
+    def weight(self, name: str) -> Tensor:
+        weight: Tensor = self._model.state_dict()[name]
+        return weight.float()
+
+    def reference(self, stored: StoredMatrices | None = None) -> Reference:
         size = sum(tensor.numel() for tensor in self._model.state_dict().values())
-        return WholeReference(self._copy, self.signature, self.spec, torch_dtype(self._dtype), size)
+
+        def build() -> Transformer | OwnModule:
+            model = self._copy()
+            if stored is not None and stored.layouts:
+                weights = {name: stored.read(name) for name in model.state_dict() if name in stored}
+                model.load_state_dict(weights, strict=False)
+            return model
+
+        layouts = {} if stored is None else stored.layouts
+        return WholeReference(build, self.signature, self.spec, torch_dtype(self._dtype), size, layouts)
 
     def _copy(self) -> Transformer | OwnModule:
         return copy.deepcopy(self._model)  # conversions are done in place
 
-    def graphs(self, target: Target, opset: int, progress: Progress) -> Graphs:
+    def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs:
         own = isinstance(self._model, OwnModule)
         if own and opset < TRACE_OPSET:
             raise ModuleError(f"--opset is {opset}; a module of your own is traced at {TRACE_OPSET} or above")
+        if own and numbers.quant is not None:
+            raise ModuleError(
+                "--quant is for models of the built-in family; a module of your own stays as it is"
+            )
+        if numbers.quant is not None and numbers.quant.calibrate is not None:
+            raise InputError("--calibrate is for decoders of tokens with plain attention; leave it out")
+        if numbers.kv == "int8":
+            raise kv_error(target)
         progress.stage("tracing", 1)
         model = self._copy().to(torch_dtype(self._dtype)).eval()
         kinds = GRAPHS_OF_KIND[self.signature.kind]
@@ -112,10 +134,22 @@ class WholeSource:
         except Exception as error:
             raise TraceError(f"torch could not trace the module: {first_line(error)}") from error
         progress.advance()
-        plan = _ContentPlan(self._dtype)
+        plan = ContentPlan(self._dtype)
         fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
-        models = {kind: self._stitch(kind, fragments, target, opset, plan) for kind in kinds}
-        return Graphs(models, stored_tensors(models.values(), plan.reader))
+        matrices = plan.matrices()
+        plan.blocks = layouts = numbers.layouts(matrices)
+        arithmetic = numbers.arithmetic
+        models = {kind: self._stitch(kind, fragments, target, opset, plan, arithmetic) for kind in kinds}
+
+        def blocks_of(name: str) -> Blocks:
+            assert numbers.quant is not None
+            return rounded(numbers.quant, layouts[name], plan.tensors[name].float(), name)
+
+        quantiser = Quantiser(layouts, target, torch_dtype(self._dtype), blocks_of)
+        tensors = stored_tensors(
+            models.values(), lambda value: quantiser.reader(str(value.name)) or plan.reader(value)
+        )
+        return Graphs(models, tensors, layouts)
 
     # --- what the graphs take and give --------------------------------------------------------------------
 
@@ -230,14 +264,16 @@ class WholeSource:
         fragments: Mapping[str, Fragment],
         target: Target,
         opset: int,
-        plan: _ContentPlan,
+        plan: ContentPlan,
+        arithmetic: Arithmetic,
     ) -> ir.Model:
         builder = Builder(kind, opset)
         inputs = [builder.input(slot.name, slot.dtype, slot.shape) for slot in self._inputs(kind)]
         keep = keep_input(builder) if kind == "prefill" and not self.signature.outputs.only_last else None
-        lowering_kind = PortableLowering if target == "portable" else FusedLowering
         context = max(self.signature.inputs.length, self.signature.steps.length)
-        lowering = lowering_kind(builder, self._dtype, context, is_decode=kind == "decode")
+        lowering = column_lowering(
+            target, builder, self._dtype, context, arithmetic, is_decode=kind == "decode"
+        )
         main, *rest = stamp(fragments[kind], inputs, "", lowering, plan)
         main = main if keep is None else lowering.select(main, keep)
         if f"{kind} head" in fragments:
@@ -270,43 +306,3 @@ def _check_state_count(piece: Piece, wanted: int) -> None:
     count = len(piece.run(*piece.inputs)) - 1  # type: ignore[arg-type]
     if count != wanted:
         raise ModuleError(f"the module's forward returns {count} state tensors, its state_spec has {wanted}")
-
-
-class _ContentPlan(WeightPlan):
-    """Weights by content: tied ones come under either name, and constants have none."""
-
-    def __init__(self, dtype: ir.DataType) -> None:
-        super().__init__(dtype, {})
-        self._names: dict[str, str] = {}  # content → name in the file
-        self._tensors: dict[str, Tensor] = {}
-
-    def adopt(self, fragment: Fragment) -> Fragment:
-        constants, weights = [], {}
-        for value in [*fragment.weights, *fragment.constants]:
-            assert value.const_value is not None
-            array = value.const_value.numpy()
-            if value not in fragment.weights and array.size <= INLINE:
-                constants.append(value)
-                continue
-            digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()
-            name = self._names.setdefault(digest, fragment.weights.get(value, f"constant.{len(self._names)}"))
-            self._tensors[name] = torch.from_numpy(array.copy())
-            weights[value] = name
-        adopted = replace(fragment, constants=constants, weights=weights)
-        self.see(adopted, "")
-        return adopted
-
-    def use(self, builder: Builder, name: str, shape: Sequence[int]) -> ir.Value:  # noqa: ARG002 - the tensor is known
-        tensor = self._tensors[name]
-        stored = tuple(reversed(tensor.shape)) if self.is_column(name) else tuple(tensor.shape)
-        dtype = ir.DataType.from_numpy(tensor.numpy().dtype)
-        self.weights[name] = Weight(name, dtype, stored, self.is_column(name))
-        return builder.weight(name, dtype, stored)
-
-    def reader(self, value: ir.Value) -> Callable[[], Tensor]:
-        name = str(value.name)
-        if name == COLUMNS:
-            [length] = dims(value)
-            return lambda: torch.arange(length)
-        tensor = self._tensors[name]
-        return lambda: tensor.T if self.is_column(name) else tensor

@@ -48,7 +48,7 @@ class AppendEngine:
         new = np.asarray(tokens, self._wiring.dtype)[:, None]  # (B, 1) or (B, 1, F)
         mask = np.concatenate((self._mask, np.ones((len(new), 1), np.int64)), axis=1)
         positions = np.asarray(self.lengths, np.int64)[:, None]
-        output, *_ = self._run(self._graphs.decoder(len(new)), new, mask, positions, keep=1, shrink=False)
+        output, *_ = self._run(self._graphs.decoder, new, mask, positions, keep=1, shrink=False)
         self.lengths = [length + 1 for length in self.lengths]
         return self._result(output)
 

@@ -24,6 +24,36 @@ _GRANULE = 64  # capacities are multiples of it
 _SHRINK_FROM = 128  # tokens: a shorter prefill leaves little in the arena
 
 
+class _Step:
+    """What a decode step reads, bound once: only the numbers change, and the length of the mask."""
+
+    def __init__(self, session: Session, binding: Binding, wiring: Wiring, batch: int, capacity: int) -> None:
+        self.binding, self._wiring, self._takes = binding, wiring, session.takes
+        self._new: npt.NDArray[Any] = np.zeros((batch, 1, *wiring.tail), wiring.dtype)
+        self._positions: IntArray = np.zeros((batch, 1), np.int64)
+        self._mask: IntArray = np.ones(batch * (capacity + 1), np.int64)  # a step's mask is its front
+        self._bind()
+
+    def _bind(self) -> None:
+        self.binding.input(self._wiring.input, self._new)
+        if "position_ids" in self._takes:
+            self.binding.input("position_ids", self._positions)
+
+    def set(self, tokens: Row, lengths: Sequence[int]) -> None:
+        self._new[:, 0] = tokens
+        self._positions[:, 0] = lengths
+        if not self.binding.in_place:
+            self._bind()
+        if "attention_mask" not in self._takes:
+            return
+        batch, total = len(lengths), max(lengths) + 1
+        if batch > 1:  # (B, total): each row's past, zeros, and the new token, whose column is the last in every row
+            mask = self._mask[: batch * total].reshape(batch, total)
+            mask[:, :-1] = np.arange(total - 1) < self._positions
+            mask[:, -1] = 1
+        self.binding.host_input("attention_mask", self._mask, (batch, total))
+
+
 class CapacityEngine:
     def __init__(self, graphs: Graphs, batch: int, expected: int) -> None:
         self._wiring = Wiring.of(graphs.manifest)
@@ -36,7 +66,7 @@ class CapacityEngine:
         self._capacity = self._rounded(expected)
         self._buffers = [self._allocate(index, batch) for index in range(len(self._states))]
         self._logits = DeviceBuffer((batch, 1, self._wiring.size), np.float32, graphs.device)
-        self._decode_binding: Binding | None = None  # made anew when an address or the batch changes
+        self._step: _Step | None = None  # made anew when an address or the batch changes
 
     @property
     def can_trim(self) -> bool:
@@ -59,16 +89,11 @@ class CapacityEngine:
 
     def decode(self, tokens: Row) -> Logits:
         self._make_room([1] * len(self.lengths))
-        new = np.asarray(tokens, self._wiring.dtype)[:, None]  # (B, 1) or (B, 1, F)
-        lengths = np.asarray(self.lengths, np.int64)[:, None]  # (B, 1)
-        mask = np.ones((len(new), max(self.lengths) + 1), np.int64)  # (B, total): each row's past, zeros,
-        if len(new) > 1:  # and the new token, whose column is the last in every row
-            mask[:, :-1] = np.arange(mask.shape[1] - 1) < lengths
-        session = self._graphs.decoder(len(new))
-        if self._decode_binding is None:
-            self._decode_binding = self._bind_batch(session)
-        self._bind_new(session, self._decode_binding, new, mask, lengths)
-        session.run(self._decode_binding)
+        session = self._graphs.decoder
+        if self._step is None:
+            self._step = _Step(session, self._bind_batch(session), self._wiring, len(self.lengths), self._capacity)
+        self._step.set(tokens, self.lengths)
+        session.run_briefly(self._step.binding)
         self.lengths = [length + 1 for length in self.lengths]
         return self._result()
 
@@ -91,7 +116,7 @@ class CapacityEngine:
             buffer.keep(axis, list(rows), self.lengths)
         self.lengths = [self.lengths[row] for row in rows]
         self._logits = DeviceBuffer((len(rows), *self._logits.shape[1:]), np.float32, self._graphs.device)
-        self._decode_binding = None
+        self._step = None
 
     def trim(self, length: int) -> None:
         self.lengths = [min(length, old) for old in self.lengths]
@@ -126,7 +151,7 @@ class CapacityEngine:
             self._capacity = self._rounded(max(needed, 2 * self._capacity))
             for index, axis in enumerate(self._axes):
                 self._buffers[index] = self._buffers[index].grown(axis, self._capacity, self.lengths)
-            self._decode_binding = None
+            self._step = None
 
     def _rounded(self, length: int) -> int:
         return min(-(-length // _GRANULE) * _GRANULE, self._graphs.manifest.max_context)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import TfmxError
 from .detokenizer import Detokenizer, StopTexts
 from .engine import Engine, Logits
 from .manifest import Manifest
 from .sampling import Choice, Sampler, SamplingOptions
+from .speculation import SpeculativeEngine
 
 FinishReason = Literal["stop", "length"]
 
@@ -35,6 +37,8 @@ class Statistics:
     time_to_first_token: float = 0.0  # seconds, from the call to the first step
     decode_seconds: float = 0.0  # after the first step
     decode_tokens: int = 0  # new tokens after each row's first
+    drafted_tokens: int = 0  # guessed and checked, by speculation
+    accepted_tokens: int = 0  # of these, what was chosen
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -57,6 +61,20 @@ class Step:
     top_logprobs: tuple[tuple[int, float], ...]
     seed: int  # gives the same tokens again
     statistics: Statistics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """All steps of one row."""
+
+    prompt_ids: tuple[int, ...]  # of an encoder-decoder: the source; () if that is no tokens
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[float | None, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    seed: int
+    statistics: Statistics  # of the whole batch
 
 
 @dataclass(slots=True)
@@ -133,6 +151,8 @@ def run_rows(
         choices = _choose(logits, active, options, step)
         results = [row.accept(choice.token_id) for row, choice in zip(active, choices, strict=True)]
         statistics = _count(statistics, len(active), time.perf_counter() - started, step)
+        if isinstance(engine, SpeculativeEngine):
+            statistics = replace(statistics, drafted_tokens=engine.drafted, accepted_tokens=engine.accepted)
         for row, choice, (text, reason) in zip(active, choices, results, strict=True):
             yield _make_step(row, choice, text, reason, seed, statistics)
         started = time.perf_counter()
@@ -144,6 +164,28 @@ def run_rows(
             active = [active[place] for place in going]
         logits = engine.decode([row.token_ids[-1] for row in active])
         step += 1
+
+
+def collect_results(prompts: Sequence[npt.NDArray[Any]], steps: list[Step]) -> list[Result]:
+    """All steps of a batch, by row."""
+    results = []
+    for index, prompt in enumerate(prompts):
+        own = [step for step in steps if step.row == index]
+        reason = own[-1].finish_reason
+        assert reason is not None
+        results.append(
+            Result(
+                prompt_ids=tuple(prompt.tolist()) if prompt.ndim == 1 else (),
+                token_ids=tuple(step.token_id for step in own),
+                text="".join(step.text for step in own),
+                finish_reason=reason,
+                logprobs=tuple(step.logprob for step in own),
+                top_logprobs=tuple(step.top_logprobs for step in own),
+                seed=own[-1].seed,
+                statistics=steps[-1].statistics,
+            )
+        )
+    return results
 
 
 def _choose(logits: Logits, rows: list[Row], options: SamplingOptions, step: int) -> list[Choice]:
@@ -163,7 +205,10 @@ def _choose(logits: Logits, rows: list[Row], options: SamplingOptions, step: int
 
 
 def _check_finite(finite: object, rows: list[Row], step: int) -> None:
-    for row, good in zip(rows, np.asarray(finite), strict=True):
+    flags = np.asarray(finite)
+    if flags.all():
+        return
+    for row, good in zip(rows, flags, strict=True):
         if not good:
             raise NumericsError(
                 f"the logits of step {step} (row {row.index}) are not finite: the weights or the precision are at fault"

@@ -55,7 +55,7 @@ _SHAPE: Schema = {1: ("dim", "messages")}
 _DIM: Schema = {1: ("value", "int"), 2: ("param", "text"), 3: ("denotation", "text")}
 
 _ITEM_SIZES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2}  # float, uint8, int8, int32, int64, bool, float16
-_DTYPES = {1: "float32", 6: "int32", 7: "int64", 10: "float16"}
+_DTYPES = {1: "float32", 3: "int8", 6: "int32", 7: "int64", 10: "float16"}
 _EXTERNAL = 1  # TensorProto.DataLocation
 _INT_LIMIT = 2**31  # attributes beyond it have crashed onnxruntime, and none of ours comes near
 # how many constant inputs, from the second on, a session may copy, pre-packed

@@ -1,4 +1,4 @@
-"""What manifest.json says: bundle format 2, as frozen dataclasses that cannot be inconsistent.
+"""What manifest.json says: bundle format 3, as frozen dataclasses that cannot be inconsistent.
 
 The file has one canonical form (UTF-8, sorted keys, indent 2, a newline at its end) and carries the sha256
 of that form without the key `manifest_sha256`, so that every changed byte of it is noticed.
@@ -25,6 +25,7 @@ from .manifest_parts import (
     InputInfo,
     Kind,
     OutputInfo,
+    QuantInfo,
     SourceInfo,
     StateInfo,
     TensorInfo,
@@ -45,12 +46,13 @@ __all__ = [
     "Kind",
     "Manifest",
     "OutputInfo",
+    "QuantInfo",
     "SourceInfo",
     "StateInfo",
     "TensorInfo",
 ]
 
-FORMAT = 2
+FORMAT = 3
 WEIGHTS = "weights.bin"  # the one file that graphs may name as external data
 DIGEST_KEY = "manifest_sha256"
 
@@ -64,6 +66,7 @@ class Manifest:
     kind: Kind
     target: Literal["ort", "portable"]
     dtype: Literal["fp32", "fp16"]
+    quant: QuantInfo | None
     opset: int
     inputs: InputInfo
     outputs: OutputInfo
@@ -74,6 +77,7 @@ class Manifest:
     state: tuple[StateInfo, ...]
     generation: GenerationInfo
     parity: dict[str, Any] | None
+    quality: dict[str, Any] | None  # how far quantisation took it from float32, on text
     files: dict[str, FileInfo]
 
     def __post_init__(self) -> None:

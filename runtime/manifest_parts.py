@@ -16,15 +16,15 @@ MANIFEST = "manifest.json"
 HIDDEN = "last_hidden_state"  # what the encode graph of an encoder-decoder gives, besides fixed states
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
-DType = Literal["float32", "float16", "int64", "int32"]
-FloatType = Literal["float32", "float16"]
+DType = Literal["float32", "float16", "int64", "int32", "int8"]
+StateType = Literal["float32", "float16", "int8"]
 # append: the cache grows by concatenation; capacity: a buffer, written in place; constant: a recurrent state;
 # fixed: computed once by the encode graph, and only read afterwards
 Growth = Literal["append", "capacity", "constant", "fixed"]
 InputKind = Literal["tokens", "vectors", "images"]
 OutputKind = Literal["tokens", "classes", "values", "embedding", "hidden"]
 
-ITEM_SIZES: dict[str, int] = {"float32": 4, "float16": 2, "int64": 8, "int32": 4}
+ITEM_SIZES: dict[str, int] = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1}
 INPUT_NAMES: dict[InputKind, str] = {
     "tokens": "input_ids",
     "vectors": "input_features",
@@ -85,7 +85,7 @@ class GraphInfo:
 class StateInfo:
     past: str  # the graph input
     present: str  # the graph output that becomes the next past; of a fixed one, encode's output
-    dtype: FloatType
+    dtype: StateType
     shape: tuple[int | str, ...]  # of the past, e.g. ("batch_size", 3, "past_sequence_length", 64)
     growth: Growth
 
@@ -178,6 +178,16 @@ class OutputInfo:
             raise BundleError(
                 f"{MANIFEST}: outputs have {len(self.labels)} labels for {self.size} {self.kind}"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantInfo:
+    """How the weights were quantised, for people and for `tfmx verify`: the graphs say it themselves."""
+
+    weights: Literal["int8", "int4"]  # what was asked for
+    rounding: Literal["nearest", "search", "gptq"]
+    activations: Literal["float", "int8"]  # int8: the inputs of quantised matrices are rounded as well
+    matrices: dict[str, str]  # each quantised matrix, such as int4-32, int8-32-zeros, int4-32-shifts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

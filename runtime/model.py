@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,30 +18,20 @@ from .apply import Outputs, apply_decoder, apply_encoder, apply_encoder_decoder
 from .bundle import Bundle
 from .chat import ChatTemplate, Message
 from .devices import Device, DeviceName, choose_device
+from .draft_length import RunCosts
 from .encoder import encode
 from .engine import Engine, Graphs, open_engine
-from .generate import FinishReason, Statistics, Step, make_row, run_rows
+from .generate import Result, Row, Step, collect_results, make_row, run_rows
 from .inputs import Array, Input, InputReader, check_ids, whole_numbers
 from .manifest import Manifest
 from .sampling import SamplingOptions, fresh_seed
+from .speculation import Speculation, SpeculationError, SpeculativeEngine, check_speculation, open_drafter
 from .tokenizer import PromptError, Tokenizer
+
+__all__ = ["Model", "Result", "load"]
 
 _GREEDY = SamplingOptions()
 _ROOM = 256  # new tokens that a cache is first made for when no number is given
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """All steps of one row."""
-
-    prompt_ids: tuple[int, ...]  # of an encoder-decoder: the source; () if that is no tokens
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    logprobs: tuple[float | None, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
-    seed: int
-    statistics: Statistics  # of the whole batch
 
 
 def load(
@@ -76,6 +66,8 @@ class Model:
         self._graphs: Graphs | None = graphs
         self._kept: tuple[Engine, list[int]] | None = None  # the last chat's cache, and the tokens in it
         self._lock = threading.Lock()
+        self._speculation: Speculation | None = None
+        self._costs = RunCosts()
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +80,15 @@ class Model:
     def close(self) -> None:
         """Give the weights and caches back; generations under way may finish."""
         self._graphs = self._kept = None
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """From now on guess tokens and check several in one run, for single prompts; None ends it.
+
+        The tokens stay the same. It pays where an answer repeats its prompt, or with a draft model, and costs next to nothing elsewhere.
+        """
+        if speculation is not None:
+            check_speculation(speculation, self)
+        self._speculation = speculation
 
     def generate(
         self,
@@ -117,7 +118,7 @@ class Model:
         """Continue several prompts together; a step's `row` says whose it is. Each row draws from the same seed."""
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        rows = self._read(prompts, "prompt", parse_special=parse_special)
+        rows = self._read_prompts(prompts, parse_special=parse_special)
         return self._stream(rows, options, started)
 
     def generate_batch(
@@ -131,8 +132,8 @@ class Model:
         """The whole answers to several prompts, in their order."""
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        rows = self._read(prompts, "prompt", parse_special=parse_special)
-        return _collect(rows, list(self._stream(rows, options, started)))
+        rows = self._read_prompts(prompts, parse_special=parse_special)
+        return collect_results(rows, list(self._stream(rows, options, started)))
 
     def chat(
         self,
@@ -216,6 +217,7 @@ class Model:
             else options.max_new_tokens
         )
         engine = open_engine(graphs, len(rows), max(map(len, starts)) + room, encoded)
+        engine = self._run_ahead(engine, rows, prompts if encoded is not None else [])
         source_tokens = 0 if encoded is None else int(encoded.mask.sum())
         yield from run_rows(engine, rows, options, seed, started=started, source_tokens=source_tokens)
 
@@ -224,13 +226,28 @@ class Model:
         decode = self.tokenizer.decode if self.tokenizer else None
         row = make_row(self.manifest, 0, prompt_ids, options, seed, decode, context=())
         engine, cached = self._take_kept(prompt_ids, options.max_new_tokens or _ROOM)
+        running = self._run_ahead(engine, [row])
         try:
-            yield from run_rows(engine, [row], options, seed, started=started, cached=cached)
+            yield from run_rows(running, [row], options, seed, started=started, cached=cached)
         finally:  # also after Ctrl-C: a step that failed left the engine as it was
             tokens = prompt_ids + row.token_ids
+            if engine.lengths[0] > running.lengths[0]:  # it holds guesses
+                engine.trim(running.lengths[0])
             with self._lock:
                 if self._graphs is not None:
                     self._kept = engine, tokens[: engine.lengths[0]]
+
+    def _run_ahead(self, engine: Engine, rows: list[Row], sources: Sequence[Array] = ()) -> Engine:
+        """The engine, or one around it that speculates. `sources`: of an encoder-decoder."""
+        speculation, manifest = self._speculation, self.manifest
+        if speculation is None:
+            return engine
+        [row] = rows
+        draft = None if speculation.draft is None else speculation.draft._open_graphs()  # noqa: SLF001 (its own class)
+        end = len(row.prompt_ids) + row.limit
+        may_copy = manifest.inputs.vocab_size == manifest.vocab_size  # source and answer have the same tokens
+        source = [token for ids in sources for token in ids.tolist()] if may_copy else []
+        return SpeculativeEngine(engine, open_drafter(draft, row.prompt_ids, end, source), self._costs, end)
 
     def _take_kept(self, prompt_ids: list[int], room: int) -> tuple[Engine, int]:
         """The last chat's engine, cut to what the prompt shares with it, or a new one."""
@@ -274,6 +291,13 @@ class Model:
         kind, takes, gives = self.manifest.kind, self.manifest.inputs.kind, self.manifest.outputs.kind
         return f"this bundle is a{'n' * kind.startswith('e')} {kind} that takes {takes} and gives {gives}"
 
+    def _read_prompts(self, prompts: Sequence[Input], *, parse_special: bool) -> list[Array]:
+        if self._speculation is not None and len(prompts) > 1:
+            raise SpeculationError(
+                f"speculation is for one prompt at a time, here are {len(prompts)}; end it with speculate(None)"
+            )
+        return self._read(prompts, "prompt", parse_special=parse_special)
+
     def _read(self, inputs: Sequence[Input], noun: str, *, parse_special: bool = False) -> list[Array]:
         if len(inputs) == 0:  # it may be an array
             raise PromptError(f"there are no {noun}s")
@@ -307,24 +331,3 @@ def _make_template(bundle: Bundle, tokenizer: Tokenizer | None) -> ChatTemplate 
     names = {name: tokenizer.token(token_id) for name, token_id in ids.items() if token_id is not None}
     specials = {name: token for name, token in names.items() if token is not None}
     return ChatTemplate(source.decode("utf-8", "replace"), specials)
-
-
-def _collect(prompts: list[Array], steps: list[Step]) -> list[Result]:
-    results = []
-    for index, prompt in enumerate(prompts):
-        own = [step for step in steps if step.row == index]
-        reason = own[-1].finish_reason
-        assert reason is not None
-        results.append(
-            Result(
-                prompt_ids=tuple(prompt.tolist()) if prompt.ndim == 1 else (),
-                token_ids=tuple(step.token_id for step in own),
-                text="".join(step.text for step in own),
-                finish_reason=reason,
-                logprobs=tuple(step.logprob for step in own),
-                top_logprobs=tuple(step.top_logprobs for step in own),
-                seed=own[-1].seed,
-                statistics=steps[-1].statistics,
-            )
-        )
-    return results

@@ -95,7 +95,7 @@ def test_inspect_shows_what_is_there():
     assert lines[0] == str(folder)
     words = [line.split() for line in lines]
     for wanted in (
-        ["format", "2,", "written", "by", "tfmx", package.__version__],
+        ["format", "3,", "written", "by", "tfmx", package.__version__],
         ["source", "(huggingface)"],
         ["target", "ort,", "fp32,", "opset", "18"],
         ["kind", "decoder"],

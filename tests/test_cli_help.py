@@ -49,13 +49,13 @@ def test_every_option_is_explained_with_its_default(command):
             assert says_default or needs_none, f"{command} {option.opts}: {option.help}"
 
 
-NO_DEFAULT = {"file", "ids", "logprobs", "against"}  # off unless given
+NO_DEFAULT = {"file", "ids", "logprobs", "against", "quality", "plot"}  # off unless given
 
 
 def test_help_needs_nothing_heavy():
     code = (
         "import json, sys\nfrom tfmx.cli.boundary import run_guarded\nfrom tfmx.cli.entry import group\n"
-        "for command in ([], ['export'], ['run'], ['attend'], ['verify'], ['inspect'], ['doctor']):\n"
+        "for command in ([], ['export'], ['run'], ['attend'], ['verify'], ['inspect'], ['bench'], ['doctor']):\n"
         "    assert run_guarded(group, [*command, '--help']) == 0\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
@@ -113,6 +113,10 @@ def test_without_a_command_it_shows_the_help_and_fails():
         (["verify", "b", "--against", "s", "--device", "cuda"], ["--against compares on the CPU"]),
         (["inspect"], ["Missing argument", "BUNDLE"]),
         (["inspect", "b", "--json"], ["No such option", "--json"]),
+        (["verify", "b", "--quality"], ["--quality compares with the source; add --against SOURCE"]),
+        (["bench"], ["Missing argument", "BUNDLE"]),
+        (["bench", "b", "--batch", "few"], ["--batch", "few"]),
+        (["bench", "b", "--lengths", "1-5"], ["--lengths is '1-5'; wanted numbers such as 32,512"]),
         (["doctor", "x"], ["unexpected extra argument"]),
     ],
 )

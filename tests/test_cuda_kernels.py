@@ -17,9 +17,11 @@ from cuda_coverage import FACTS, cpu_by_design, device_reads, missing_cuda_kerne
 from make_cuda_kernels import read_rows, read_signature, read_types, read_versions
 from onnx import TensorProto, helper
 
+from tfmx.export.arithmetic import EXACT
 from tfmx.export.choice_graphs import sample_graph, select_graph
+from tfmx.export.layout import Target
 from tfmx.export.source import stored_tensors
-from tfmx.export.stitch import GraphKind, Target, WeightPlan, stitch_decoder
+from tfmx.export.stitch import GraphKind, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder
 from tfmx.export.weights import link_weights, torch_dtype
 from tfmx.runtime.devices import _HEAVY_OPS
@@ -107,7 +109,7 @@ def emitted_graphs(config: str, target: Target, dtype: str, opset: int) -> dict[
     tied = {"head.weight": "embed.weight"} if model_config.head.tied else {}
     plan = WeightPlan(DTYPES[dtype], tied)
     models = {
-        kind: stitch_decoder(kind, model_config, fragments(config, dtype), spec, target, opset, plan)
+        kind: stitch_decoder(kind, model_config, fragments(config, dtype), spec, target, opset, plan, EXACT)
         for kind in ("prefill", "decode")
     }
     link_weights(models.values(), stored_tensors(models.values(), lambda _: torch.empty))

@@ -25,7 +25,7 @@ def folder(request, tmp_path):
 def test_a_manifest_survives_writing_and_reading(folder):
     manifest = Bundle.open(folder).manifest
     assert type(manifest).from_bytes(manifest.to_bytes()) == manifest
-    assert manifest.format == 2
+    assert manifest.format == 3
 
 
 @pytest.mark.parametrize("folder", KINDS, indirect=True)
@@ -154,7 +154,7 @@ def test_the_first_format_is_refused(tmp_path):
     path = tmp_path / "b" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
     with pytest.raises(
-        BundleError, match=r"manifest\.json has format 1, this tfmx reads 2; export it again$"
+        BundleError, match=r"manifest\.json has format 1, this tfmx reads 3; export it again$"
     ):
         Bundle.open(tmp_path / "b")
 

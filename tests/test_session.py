@@ -51,10 +51,9 @@ def test_a_run_that_fails_is_one_line_and_the_session_goes_on(tmp_path, capfd):
 def test_one_session_serves_a_single_sequence(tmp_path):
     write_bundle(tmp_path / "b", "capacity")
     graphs = Graphs(Bundle.open(tmp_path / "b"), CPU, threads=1)
-    assert graphs.decoder(1) is graphs.prefill
-    assert graphs.decoder(2) is graphs.decoder(3) is not graphs.prefill
+    assert graphs.decoder is graphs.prefill
     separate = Graphs(Bundle.open(tmp_path / "b"), CPU, threads=1, lean=False)
-    assert separate.decoder(1) is separate.decoder(2) is not separate.prefill
+    assert separate.decoder is separate.decoder is not separate.prefill
 
 
 def private_memory() -> int:

@@ -368,6 +368,7 @@ def write_bundle(
         kind="decoder",
         target="ort" if flavour == "capacity" else "portable",
         dtype=dtype,
+        quant=None,
         opset=18,
         inputs=token_input(VOCAB, CONTEXT),
         outputs=OutputInfo(kind="tokens", name="logits", size=VOCAB, pooled=False, labels=None),
@@ -384,6 +385,7 @@ def write_bundle(
             sampling={},
         ),
         parity=None,
+        quality=None,
         files=list_files(folder),
     )
     write_manifest(folder, manifest)

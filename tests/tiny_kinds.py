@@ -266,6 +266,7 @@ def write_kind(
         kind=kind,
         target="portable",
         dtype=dtype,
+        quant=None,
         opset=18,
         inputs=inputs,
         outputs=outputs,
@@ -285,6 +286,7 @@ def write_kind(
             sampling={},
         ),
         parity=None,
+        quality=None,
         files=list_files(folder),
     )
     write_manifest(folder, manifest)

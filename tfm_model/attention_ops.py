@@ -11,6 +11,7 @@ elements before one in its row: pads take no place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ class Relative(NamedTuple):
     values: Tensor | None = None  # (2M+1, Dv): added to a value
     bias: Tensor | None = None  # (H, 2M+1): added to a score
     slopes: Tensor | None = None  # (H,): -slope |distance| is added to a score
+
+
+# What a cache makes of new keys and values, where it holds them in fewer bits
+Kept = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Attended(NamedTuple):
@@ -54,6 +59,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     with_weights: bool = False,
+    kept: Kept | None = None,
 ) -> Attended:
     B, T, _ = qkv.shape
     H, H_kv, D, Dv = config.n_heads, config.n_kv_heads, config.head_dim, value_dim or config.head_dim
@@ -90,6 +96,8 @@ def attention(
         return Attended(y, key, value, maps[0] if maps else None)
 
     q, k, v = split_heads(qkv, position_ids, rotary, q_norm, k_norm, config, Dv)
+    if kept is not None:
+        k, v = kept(k, v)
     key, value = (
         (k, v) if past is None else (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
     )

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from .. import InputError
+from .blocks import Blocks, LazyBlocks, concat
 from .config import ModelConfig
 
 CheckpointKind = Literal["gguf", "huggingface", "tfmx", "preset", "python"]
@@ -27,6 +28,9 @@ class LazyTensor:
     name: str  # as the file calls it, for messages
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
+    blocks: LazyBlocks | None = (
+        None  # what the file holds, if that is blocks of codes; `read` dequantises them
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +59,15 @@ class Checkpoint:
 def concat_rows(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
     """The parts below each other, as one tensor that is read part by part."""
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return LazyTensor(name, shape, lambda: torch.cat([part.read() for part in parts]))
+    return LazyTensor(name, shape, lambda: torch.cat([part.read() for part in parts]), _concat_blocks(parts))
+
+
+def _concat_blocks(parts: Sequence[LazyTensor]) -> LazyBlocks | None:
+    """The parts' blocks, if all have them, and of one kind."""
+    blocks = [part.blocks for part in parts if part.blocks is not None]
+    if len(blocks) < len(parts) or len({part.kind for part in blocks}) > 1:
+        return None
+    return LazyBlocks(*blocks[0].kind, lambda: concat([part.read() for part in blocks]))
 
 
 def read_finite(tensor: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -71,6 +83,15 @@ def read_finite(tensor: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
             f"({torch.finfo(dtype).max:.6g}); export it as float32"
         )
     return values
+
+
+def read_finite_blocks(tensor: LazyTensor) -> Blocks:
+    """The blocks of a tensor that has them, or CheckpointError if one stands for values that are not finite."""
+    assert tensor.blocks is not None
+    blocks = tensor.blocks.read()
+    if not all(_is_finite(part) for part in (blocks.scales, blocks.shifts) if part is not None):
+        raise CheckpointError(f"tensor {tensor.name} holds a value that is not finite (NaN or infinite)")
+    return blocks
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from . import ops
 from .attention_config import AttentionConfig, NormConfig, RelativeConfig
-from .attention_ops import Relative, attention, cross_attention
+from .attention_ops import Kept, Relative, attention, cross_attention
 from .config import LstmConfig, MlpConfig
 from .recurrent_ops import FeatureState, lstm, random_feature_attention, recurrence, recurrence_weights
 
@@ -135,6 +135,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.window, self.causal, self.shows = config, window, causal, shows
+        self.kept: Kept | None = None
         self.value_dim = value_dim = config.value_dim(width)
         projections = {"asymmetric": config.q_size + config.kv_size, "symmetric": config.q_size, "raw": 0}
         rows = projections[config.similarity] + config.n_kv_heads * value_dim
@@ -172,6 +173,7 @@ class Attention(nn.Module):
             self.project(x), (state[0], state[1]) if state else None, reads.attention_mask, reads.position_ids,
             reads.rotary, q_norm, k_norm, self.config, relative=self.relative() if self.relative else None,
             value_dim=self.value_dim, causal=self.causal, window=self.window, with_weights=self.shows,
+            kept=self.kept,
         )  # fmt: skip
         return Mixed(self.combine(attended.y), [attended.key, attended.value], attended.weights)
 

@@ -1,0 +1,127 @@
+"""The options of `tfmx export` that choose how weights and cache are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import click
+
+from .given import refuse_options
+
+if TYPE_CHECKING:
+    from ..export.recipe import Quant
+
+_COMPANIONS = ("quant_block", "quant_zero_points", "quant_round", "quant_mixed", "quant_skip", "requantise", "quant_activations", "calibrate")  # fmt: skip
+
+
+class Quantisation(TypedDict):
+    quant: Literal["int8", "int4"] | None
+    quant_block: str
+    quant_zero_points: bool | None
+    quant_round: Literal["search", "nearest"]
+    quant_mixed: bool
+    quant_skip: tuple[str, ...]
+    quant_activations: Literal["int8", "float"]
+    requantise: bool
+    calibrate: Path | None
+    kv: Literal["fp32", "fp16", "int8"] | None
+
+
+def quant_options(command: Callable[..., None]) -> Callable[..., None]:
+    options: list[Any] = [
+        click.option(
+            "--quant",
+            type=click.Choice(["int8", "int4"]),
+            help="Store matrices as whole numbers of 8 or 4 bits, in blocks.  [default: not]",
+        ),
+        click.option(
+            "--quant-block",
+            type=click.Choice(["16", "32", "64", "128"]),
+            default="32",
+            show_default=True,
+            help="Weights that share a scale.",
+        ),
+        click.option(
+            "--quant-zero-points/--quant-symmetric",
+            default=None,
+            help="A zero point for each block, or none.  [default: zero points for int4, none for int8]",
+        ),
+        click.option(
+            "--quant-round",
+            type=click.Choice(["search", "nearest"]),
+            default="search",
+            show_default=True,
+            help="search: the scale of each block that loses least. nearest: the one that spans it.",
+        ),
+        click.option(
+            "--calibrate",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="TEXT",
+            help="Round for what the model computes on this text (GPTQ), a few thousand words.  [default: no text]",
+        ),
+        click.option(
+            "--quant-mixed", is_flag=True, help="Embedding, head, first and last layer keep 8 bits."
+        ),
+        click.option(
+            "--quant-skip",
+            metavar="PATTERN",
+            multiple=True,
+            help="Leave matrices as they are, such as head.weight or 'blocks.0.*'; may be given again.",
+        ),
+        click.option(
+            "--quant-activations",
+            type=click.Choice(["int8", "float"]),
+            default="int8",
+            show_default=True,
+            help="int8: products with quantised matrices round their inputs too, which is what makes them fast.",
+        ),
+        click.option(
+            "--requantise",
+            is_flag=True,
+            help="Round the blocks of a quantised GGUF again, instead of taking them over exactly.",
+        ),
+        click.option(
+            "--kv",
+            type=click.Choice(["fp32", "fp16", "int8"]),
+            help="Numbers of the cache of keys and values.  [default: those of --dtype]",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def check_quantisation(given: Quantisation, target: str, dtype: str) -> None:
+    """Combinations that cannot be, before anything is loaded."""
+    if given["quant"] is None:
+        refuse_options(_COMPANIONS, "goes with --quant; add --quant int8 or --quant int4")
+    kv = given["kv"]
+    if kv == "int8" and target != "ort":
+        raise click.UsageError(
+            f"--kv int8 needs the fused attention of --target ort; with {target} the cache is {dtype}, leave --kv out"
+        )
+    if kv not in {None, "int8", dtype}:
+        works = f"{dtype} or int8" if target == "ort" else dtype
+        raise click.UsageError(f"--kv {kv} does not go with --dtype {dtype}: the cache can be {works}")
+
+
+def read_quant(given: Quantisation) -> Quant | None:
+    from ..export.recipe import Quant
+
+    if given["quant"] is None:
+        return None
+    bits: Literal[4, 8] = 4 if given["quant"] == "int4" else 8
+    zero_points = given["quant_zero_points"]
+    return Quant(
+        bits=bits,
+        block=int(given["quant_block"]),  # type: ignore[arg-type]
+        zero_points=bits == 4 if zero_points is None else zero_points,
+        rounding=given["quant_round"],
+        mixed=given["quant_mixed"],
+        skip=given["quant_skip"],
+        again=given["requantise"],
+        calibrate=given["calibrate"],
+        activations=given["quant_activations"],
+    )

@@ -1,0 +1,146 @@
+"""Lets a little text run through a decoder, layer by layer: how to round its matrices, and how far its cache reaches.
+
+Each layer sees what the layers before it give once they are rounded. One layer is in memory at a time, and the rounded
+matrices, a byte a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..tfm_model.blocks import BlockFormat, Blocks
+from ..tfm_model.config import ModelConfig
+from ..tfm_model.layers import Linear, Reads
+from ..tfm_model.transformer import Block, Transformer
+from .arithmetic import EXACT
+from .gptq import CalibrationError, round_gptq
+from .progress import Progress
+from .reference import DecoderReference
+from .rounding import round_search
+
+WINDOW = 512  # tokens that see each other
+TOKENS = 16384  # that are looked at, if the text has as many
+LEAST_TOKENS = 2048
+
+Formats = Callable[[str], BlockFormat | None]  # of a matrix by its name; None: it stays as it is
+Ranges = tuple[Tensor, Tensor]  # the largest magnitudes of keys (turned) and values, (H_kv, D) each
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    blocks: dict[str, Blocks] = field(default_factory=dict)
+    ranges: list[Ranges] = field(default_factory=list)  # layer by layer
+
+
+def calibration_windows(token_ids: Sequence[int], context: int) -> Tensor:
+    """(n, T) pieces of a text, spread evenly over it."""
+    found = len(token_ids)
+    if found < LEAST_TOKENS:
+        raise CalibrationError(
+            f"the text to calibrate with has {found:,} tokens, wanted at least {LEAST_TOKENS:,}; give a longer one"
+        )
+    T = min(WINDOW, context)
+    starts = torch.linspace(0, found - T, min(found, TOKENS) // T).long()
+    return torch.tensor(token_ids)[starts[:, None] + torch.arange(T)]
+
+
+def collect_kv_ranges(
+    config: ModelConfig, read: Callable[[str, torch.dtype], Tensor], windows: Tensor, progress: Progress
+) -> list[Ranges]:
+    return calibrate(config, read, windows, lambda _: None, progress).ranges
+
+
+@torch.no_grad()
+def calibrate(
+    config: ModelConfig,
+    read: Callable[[str, torch.dtype], Tensor],
+    windows: Tensor,  # (n, T) token ids
+    formats: Formats,
+    progress: Progress,
+) -> Calibration:
+    """Of a decoder that is stamped (see `can_stamp`). The embedding, if it is no head too, is rounded by search."""
+    reference, found = DecoderReference(config, torch.float32, read), Calibration()
+    progress.stage("calibrating", config.n_layers + 1)
+    ends = reference._part(0, torch.float32, EXACT)  # noqa: SLF001 (the gate reads a layer at a time, as this does)
+    places = torch.arange(windows.shape[1])[None]
+    hidden = [ends.embedding(row[None], places) for row in windows]  # (1, T, width) each
+    reads = Reads(torch.ones_like(places), places, ends.rotary(places))
+    for layer in range(config.n_layers):
+        block = reference._part(layer + 1, torch.float32, EXACT).blocks[0]  # noqa: SLF001 (as above)
+        assert isinstance(block, Block)
+        wanted = _linears(block, layer, formats)
+        if wanted:
+            found.blocks.update(_round_linears(block, wanted, hidden, reads))
+        hidden, ranges = _run(block, hidden, reads)
+        found.ranges.append(ranges)
+        progress.advance()
+    found.blocks.update(_round_ends(ends, hidden, formats))
+    progress.advance()
+    return found
+
+
+def _linears(block: Block, layer: int, formats: Formats) -> dict[str, tuple[Linear, BlockFormat]]:
+    """The linear maps of a layer that are to be rounded, by their weights' names."""
+    found = {}
+    for name, module in block.named_modules():
+        whole = f"blocks.{layer}.{name}.weight"
+        format_ = formats(whole) if isinstance(module, Linear) else None
+        if isinstance(module, Linear) and format_ is not None:
+            found[whole] = module, format_
+    return found
+
+
+def _round_linears(
+    block: Block, wanted: dict[str, tuple[Linear, BlockFormat]], hidden: Sequence[Tensor], reads: Reads
+) -> dict[str, Blocks]:
+    """And leaves the rounded weights in the block."""
+    moments = {
+        name: torch.zeros(module.in_features, module.in_features) for name, (module, _) in wanted.items()
+    }
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: _add_moments(moments[name], args[0]))
+        for name, (module, _) in wanted.items()
+    ]
+    _run(block, hidden, reads)
+    for hook in hooks:
+        hook.remove()
+    rounded = {}
+    for name, (module, format_) in wanted.items():
+        rounded[name] = round_gptq(module.weight, moments.pop(name), format_, name)
+        module.weight = nn.Parameter(rounded[name].dequantised(), requires_grad=False)
+    return rounded
+
+
+def _add_moments(total: Tensor, x: Tensor) -> None:
+    flat = x.flatten(0, -2)
+    total.addmm_(flat.T, flat)
+
+
+def _run(block: Block, hidden: Sequence[Tensor], reads: Reads) -> tuple[list[Tensor], Ranges]:
+    outputs, tops = [], []
+    for x in hidden:
+        y, (key, value), _ = block(x, reads, [])
+        outputs.append(y)
+        tops.append([part.abs().amax(dim=(0, 2)) for part in (key, value)])  # (H_kv, D) each
+    keys, values = (torch.stack(parts).amax(dim=0) for parts in zip(*tops, strict=True))
+    return outputs, (keys, values)
+
+
+def _round_ends(ends: Transformer, hidden: Sequence[Tensor], formats: Formats) -> dict[str, Blocks]:
+    """The head by what reaches it; a table that is only looked up by itself."""
+    tied = ends.config.head.tied
+    head = "embed.weight" if tied else "head.weight"
+    rounded = {}
+    if (format_ := formats(head)) is not None:
+        assert ends.head.weight is not None
+        moments = torch.zeros(ends.config.width, ends.config.width)
+        for x in hidden:
+            _add_moments(moments, x if ends.norm is None else ends.norm(x))
+        rounded[head] = round_gptq(ends.head.weight, moments, format_, head)
+    if not tied and (format_ := formats("embed.weight")) is not None:
+        rounded["embed.weight"] = round_search(ends.embed.weight, format_, "embed.weight")
+    return rounded

@@ -1,0 +1,109 @@
+"""Which matrices are quantised, and how: what `--quant` and its companions ask for."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .. import InputError
+from ..tfm_model.blocks import Bits, BlockFormat, BlockSize, LazyBlocks
+from .arithmetic import Activations
+from .layout import BlockLayout
+
+Rounding = Literal["nearest", "search"]
+ENDS = (
+    "embed.weight",
+    "head.weight",
+)  # what mixed recipes keep at 8 bits, beside the first and the last layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quant:
+    bits: Bits
+    block: BlockSize = 32
+    zero_points: bool = False  # an integer zero point a block; else symmetric
+    rounding: Rounding = "search"
+    mixed: bool = False  # embedding, head, first and last layer at 8 bits
+    skip: tuple[str, ...] = ()  # patterns of names that stay as they are
+    again: bool = False  # blocks that the checkpoint has already are rounded once more
+    calibrate: Path | None = None  # a text whose activations decide the rounding (GPTQ)
+    activations: Activations = "int8"
+
+    def layouts(self, matrices: Mapping[str, Matrix]) -> dict[str, BlockLayout]:
+        """How each matrix that is quantised lies in the file."""
+        self._check_patterns(matrices)
+        wide = self._wide(matrices) if self.mixed else frozenset()
+        found = {}
+        for name, matrix in matrices.items():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.skip):
+                continue
+            if self.keeps(matrix.blocks):
+                assert matrix.blocks is not None
+                found[name] = _centred(matrix.blocks)
+                continue
+            format_ = BlockFormat(
+                bits=8 if name in wide else self.bits, block=self.block, zero_points=self.zero_points
+            )
+            format_.check(name, matrix.shape)
+            found[name] = BlockLayout(format_)
+        return found
+
+    def keeps(self, blocks: LazyBlocks | None) -> bool:
+        """Whether a checkpoint's own blocks are repacked as they are: of the size that was asked for, and not finer."""
+        return blocks is not None and not self.again and blocks.format.block == self.block
+
+    def _wide(self, matrices: Iterable[str]) -> frozenset[str]:
+        layers = sorted({int(name.split(".")[1]) for name in matrices if name.startswith("blocks.")})
+        outer = tuple(f"blocks.{layer}." for layer in (*layers[:1], *layers[-1:]))
+        return frozenset(name for name in matrices if name in ENDS or name.startswith(outer))
+
+    def _check_patterns(self, matrices: Mapping[str, Matrix]) -> None:
+        for pattern in self.skip:
+            if not fnmatch.filter(matrices, pattern):
+                known = ", ".join(dict.fromkeys(_general(name) for name in matrices))
+                raise InputError(f"--quant-skip {pattern!r} matches no matrix; there are {known}")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    shape: tuple[int, ...]  # (out, in)
+    blocks: LazyBlocks | None = None  # what the checkpoint has, if that is blocks
+
+
+def describe(layout: BlockLayout) -> str:
+    """For the manifest: int4-32, int8-32-zeros, int4-32-shifts."""
+    format_ = layout.format
+    ends = [word for word, has in (("zeros", format_.zero_points), ("shifts", layout.shifted)) if has]
+    return "-".join([f"int{format_.bits}", str(format_.block), *ends])
+
+
+def parse_layout(text: str) -> BlockLayout:
+    kind, block, *ends = text.split("-")
+    return BlockLayout(
+        BlockFormat(bits=int(kind[3:]), block=int(block), zero_points="zeros" in ends),  # type: ignore[arg-type]
+        shifted="shifts" in ends,
+    )
+
+
+def summary(formats: Mapping[str, str]) -> str:
+    """180 int4-32, 1 int8-32."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(formats.values()).most_common())
+
+
+def _centred(blocks: LazyBlocks) -> BlockLayout:
+    """See `layout.as_stored`: what has shifts needs no zero points."""
+    zero_points = blocks.format.zero_points and not blocks.shifted
+    return BlockLayout(
+        BlockFormat(bits=blocks.format.bits, block=blocks.format.block, zero_points=zero_points),
+        blocks.shifted,
+    )
+
+
+def _general(name: str) -> str:
+    """blocks.3.mlp.up.weight → blocks.*.mlp.up.weight."""
+    parts = name.split(".")
+    return ".".join(["blocks", "*", *parts[2:]]) if parts[0] == "blocks" else name

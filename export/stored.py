@@ -1,0 +1,78 @@
+"""The quantised matrices of a bundle, read back from its files: what the gate's PyTorch computes with.
+
+So quantisation is no part of the parity that is measured, and a matrix that was packed wrongly is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from .layout import CODES, PARTS, SCALES, TABLE, BlockLayout, Target, unpacked
+from .lower_ort import CACHE_SCALES
+from .parity_error import ParityError
+
+# Of a matrix's root mean square: rounding of bell-shaped weights loses 0.08 and 0.005, blocks with outliers more
+MOST_LOST = {4: 0.3, 8: 0.03}
+
+
+class StoredMatrices:
+    """And the scales of a cache of int8, where there are any."""
+
+    def __init__(
+        self, folder: Path, graphs: Iterable[str], layouts: Mapping[str, BlockLayout], target: Target
+    ) -> None:
+        self.layouts, self._target = layouts, target
+        self._tensors: dict[str, ir.TensorProtocol] = {}
+        for graph in graphs:
+            for name, value in ir.load(folder / f"{graph}.onnx").graph.initializers.items():
+                assert value.const_value is not None
+                self._tensors.setdefault(name, value.const_value)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.layouts
+
+    def read(self, name: str) -> Tensor:
+        """The matrix (out, in) in float32, as its codes say."""
+        parts = {
+            part: torch.from_numpy(np.array(self._tensors[name + part].numpy()))
+            for part in PARTS
+            if name + part in self._tensors
+        }
+        if CODES not in parts:  # only gathered from
+            rows, n_blocks = parts[SCALES].shape
+            parts[CODES] = parts[TABLE].reshape(rows, n_blocks, -1)
+        return unpacked(parts, self.layouts[name], self._target).dequantised()
+
+    def check(self, source: Callable[[str], Tensor]) -> None:
+        """Each matrix is its source's, but for the rounding; parity alone would not see another one."""
+        for name, layout in self.layouts.items():
+            w = source(name)
+            lost = float((self.read(name) - w).norm() / w.norm().clamp_min(1e-30))
+            if not lost <= MOST_LOST[layout.format.bits]:
+                raise ParityError(
+                    f"{name} is {lost:.2g} of its own size away from its source, {MOST_LOST[layout.format.bits]:g} is "
+                    f"the most that {layout.format.bits} bits can lose"
+                )
+
+    def cache_scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Of keys and of values, (1, H_kv, 1, D) each."""
+        names = [f"blocks.{layer}.{part}" for part in CACHE_SCALES]
+        if names[0] not in self._tensors:
+            return None
+        key, value = (torch.from_numpy(np.array(self._tensors[name].numpy())) for name in names)
+        return key, value
+
+    def all_cache_scales(self) -> list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]] | None:
+        """Layer by layer, keys then values; None where the cache is no int8."""
+        found: list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = []
+        layer = 0
+        while (scales := self.cache_scales(layer)) is not None:
+            found += [scales[0].numpy(), scales[1].numpy()]
+            layer += 1
+        return found or None

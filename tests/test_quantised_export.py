@@ -1,0 +1,192 @@
+"""Quantised bundles: PyTorch with the stored weights and the graphs agree, with and without what the graphs round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from random_models import PLAIN, PLAIN_ATTENTION, VARIANTS, random_source
+
+import tfmx.export.quantiser as quantiser_module
+from tfmx import InputError
+from tfmx.export.layout import CODES, SCALES, BlockLayout, as_stored, packed, unpacked
+from tfmx.export.parity import ParityError
+from tfmx.export.pipeline import ExportOptions, export_model
+from tfmx.export.recipe import Quant, describe, parse_layout
+from tfmx.export.rounding import round_nearest
+from tfmx.runtime.bundle import Bundle
+from tfmx.runtime.devices import Device
+from tfmx.runtime.engine import Graphs, open_engine
+from tfmx.tfm_model.blocks import BlockFormat, Blocks
+from tfmx.tfm_model.config import HeadConfig
+
+CPU = Device("cpu", "test")
+UNTIED = replace(PLAIN, head=HeadConfig())
+FORMATS = [
+    BlockFormat(bits=bits, block=block, zero_points=zero_points)
+    for bits in (4, 8)
+    for block in (16, 32)
+    for zero_points in (False, True)
+]
+
+
+def exported(tmp_path: Path, options: ExportOptions, config=PLAIN):
+    return export_model(random_source(config), tmp_path / "bundle", options), Bundle.open(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+@pytest.mark.parametrize("target", ["ort", "portable"])
+def test_what_is_packed_is_read_back(format_: BlockFormat, target) -> None:
+    w = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))
+    blocks, layout = round_nearest(w, format_), BlockLayout(format_)
+    parts = {
+        part: packed(blocks, part, target, torch.float32)
+        for part in layout.parts(target, (24, 96), onnx_float())
+    }
+    for part, (_, shape) in layout.parts(target, (24, 96), onnx_float()).items():
+        assert tuple(parts[part].shape) == shape
+    assert torch.equal(unpacked(parts, layout, target).dequantised(), blocks.dequantised())
+
+
+def onnx_float():
+    import onnx_ir as ir
+
+    return ir.DataType.FLOAT
+
+
+def test_codes_that_start_at_zero_move_to_the_middle_without_a_change() -> None:
+    random = torch.Generator().manual_seed(2)
+    format_ = BlockFormat(bits=4, zero_points=True)
+    codes = torch.randint(16, (8, 3, 32), generator=random).to(torch.uint8)
+    scales, minima = (torch.randn(8, 3, generator=random).half().float() for _ in range(2))
+    blocks = Blocks(format_, codes, scales, torch.zeros(8, 3, dtype=torch.uint8), minima)
+    stored = as_stored(blocks, torch.float32)
+    assert stored.zeros is None
+    exact = codes.double() * scales[:, :, None].double() + minima[:, :, None].double()
+    found = (codes.double() - 8) * scales[:, :, None].double() + stored.shifts[:, :, None].double()  # type: ignore[index]
+    assert (found - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("target", ["ort", "portable"])
+@pytest.mark.parametrize(
+    "quant",
+    [
+        Quant(bits=4),
+        Quant(bits=4, zero_points=True, block=16),
+        Quant(bits=8, rounding="nearest"),
+        Quant(bits=4, mixed=True, activations="float"),
+        Quant(bits=8, skip=("head.weight", "blocks.1.*")),
+    ],
+    ids=["int4", "int4 zeros 16", "int8", "mixed", "skips"],
+)
+def test_quantised_graphs_compute_what_pytorch_does_with_their_weights(tmp_path: Path, target, quant) -> None:
+    parity, bundle = exported(tmp_path, ExportOptions(target=target, quant=quant), UNTIED)
+    assert parity is not None
+    assert parity.passed
+    rounds = target == "ort" and quant.activations == "int8"
+    assert (parity.rounding is not None) == rounds
+    assert bundle.manifest.quant is not None
+    assert "blocks.0.attention.qkv.weight" in bundle.manifest.quant.matrices
+    assert ("head.weight" in bundle.manifest.quant.matrices) == (not quant.skip)
+    if quant.mixed:
+        kinds = bundle.manifest.quant.matrices
+        assert kinds["embed.weight"] == kinds["blocks.2.mlp.up.weight"] == "int8-32"
+        assert kinds["blocks.1.mlp.up.weight"] == "int4-32"
+
+
+@pytest.mark.parametrize("variant", ["plain", "biases and query/key norm", "windows", "partial rotary"])
+def test_a_cache_of_int8_is_as_far_off_as_its_rounding(tmp_path: Path, variant: str) -> None:
+    parity, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=8), kv="int8"), VARIANTS[variant])
+    assert parity is not None
+    assert parity.rounding is not None
+    assert parity.passed
+    assert {state.dtype for state in bundle.manifest.state} == {"int8"}
+
+
+@pytest.mark.parametrize("kv", ["float", "int8"])
+def test_prefill_chunks_and_steps_agree(tmp_path: Path, kv) -> None:
+    _, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=4, zero_points=True), kv=kv))
+    ids = np.random.default_rng(3).integers(0, 211, 40).tolist()
+    for lean in (True, False):
+        graphs = Graphs(bundle, CPU, threads=1, lean=lean)
+        whole = open_engine(graphs, 1, 64).prefill([ids]).numpy().copy()
+        engine = open_engine(graphs, 1, 8)  # grows on the way
+        for start in range(0, 30, 10):
+            engine.prefill([ids[start : start + 10]])
+        for token in ids[30:]:
+            stepped = engine.decode([token]).numpy()
+        assert np.abs(stepped - whole).max() < 2e-3 * np.abs(whole).max()
+
+
+def test_a_tied_table_lies_in_the_file_once(tmp_path: Path) -> None:
+    _, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=4), verify=False))
+    model = onnx.load(str(bundle.path / "prefill.onnx"), load_external_data=False)
+    places = {
+        tensor.name: {entry.key: entry.value for entry in tensor.external_data}
+        for tensor in model.graph.initializer
+    }
+    assert places["embed.weight.table"] == places["embed.weight.codes"]
+
+
+@pytest.mark.parametrize("part", [CODES, SCALES])
+@pytest.mark.parametrize("target", ["ort", "portable"])
+def test_rows_in_another_order_are_caught(
+    tmp_path: Path, target, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swapped(blocks, name, target, dtype):
+        tensor = packed(blocks, name, target, dtype)
+        return tensor.flip(0 if target == "ort" else -1) if name == part else tensor
+
+    monkeypatch.setattr(quantiser_module, "packed", swapped)
+    with pytest.raises(ParityError, match="of its own size away from its source"):
+        exported(tmp_path, ExportOptions(target=target, quant=Quant(bits=4)))
+
+
+@pytest.mark.parametrize("target", ["ort", "portable"])
+def test_codes_that_the_operator_reads_in_another_order_are_caught(
+    tmp_path: Path, target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing and reading back agree, and the weights are right: only the graphs see others."""
+
+    def packed_flipped(blocks, part, target, dtype):
+        flipped = replace(blocks, codes=blocks.codes.flip(-1)) if part == CODES else blocks
+        return packed(flipped, part, target, dtype)
+
+    def unpacked_flipped(parts, layout, target):
+        blocks = unpacked(parts, layout, target)
+        return replace(blocks, codes=blocks.codes.flip(-1))
+
+    monkeypatch.setattr(quantiser_module, "packed", packed_flipped)
+    monkeypatch.setattr("tfmx.export.stored.unpacked", unpacked_flipped)
+    with pytest.raises(ParityError, match="parity failed"):
+        exported(tmp_path, ExportOptions(target=target, quant=Quant(bits=4)))
+
+
+@pytest.mark.parametrize("text", ["int4-32", "int8-64-zeros", "int4-32-shifts"])
+def test_layouts_have_names(text: str) -> None:
+    assert describe(parse_layout(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (ExportOptions(quant=Quant(bits=4, block=128)), "rows of 64 weights, no multiple of 128; blocks of 16, 32 or 64 do"),
+        (ExportOptions(quant=Quant(bits=4, skip=("nothing*",))), "matches no matrix; there are embed.weight"),
+        (ExportOptions(kv="int8", target="portable"), "works for decoders of tokens with --target ort"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path, options, words: str) -> None:
+    with pytest.raises(InputError, match=words.replace("*", r"\*")):
+        exported(tmp_path, options)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_head_of_other_numbers_still_has_the_right_bias(tmp_path: Path) -> None:
+    config = replace(PLAIN, head=HeadConfig(bias=True), mixer=replace(PLAIN_ATTENTION, out_bias=True))
+    parity, _ = exported(tmp_path, ExportOptions(quant=Quant(bits=4)), config)
+    assert parity is not None
+    assert parity.passed
