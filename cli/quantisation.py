@@ -57,7 +57,7 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--calibrate",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            type=click.Path(path_type=Path),
             metavar="TEXT",
             help="Round for what the model computes on this text (GPTQ), a few thousand words.  [default: no text]",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -112,7 +113,11 @@ def _compare(bundle: Bundle, source: str, progress: Bars) -> tuple[CaseParity, .
     progress.stage("loading PyTorch", 1)
     from ..export.pipeline import verify_against
 
-    return verify_against(bundle, source, progress).cases
+    parity = verify_against(bundle, source, progress)
+    if parity.rounding is None:
+        return parity.cases
+    rounded = (replace(case, name=f"{case.name}, rounding") for case in parity.rounding.cases)
+    return (*parity.cases, *rounded)
 
 
 def _report_comparison(cases: tuple[CaseParity, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,11 +86,6 @@ def parse_layout(text: str) -> BlockLayout:
         BlockFormat(bits=int(kind[3:]), block=int(block), zero_points="zeros" in ends),  # type: ignore[arg-type]
         shifted="shifts" in ends,
     )
-
-
-def summary(formats: Mapping[str, str]) -> str:
-    """180 int4-32, 1 int8-32."""
-    return ", ".join(f"{count} {kind}" for kind, count in Counter(formats.values()).most_common())
 
 
 def _centred(blocks: LazyBlocks) -> BlockLayout:

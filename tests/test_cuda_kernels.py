@@ -17,9 +17,10 @@ from cuda_coverage import FACTS, cpu_by_design, device_reads, missing_cuda_kerne
 from make_cuda_kernels import read_rows, read_signature, read_types, read_versions
 from onnx import TensorProto, helper
 
-from tfmx.export.arithmetic import EXACT
+from tfmx.export.arithmetic import EXACT, Arithmetic
 from tfmx.export.choice_graphs import sample_graph, select_graph
-from tfmx.export.layout import Target
+from tfmx.export.layout import BlockLayout, Target
+from tfmx.export.recipe import parse_layout
 from tfmx.export.source import stored_tensors
 from tfmx.export.stitch import GraphKind, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder
@@ -101,15 +102,24 @@ def fragments(config: str, dtype: str) -> DecoderFragments:
     return trace_decoder(CONFIGS[config], torch_dtype(DTYPES[dtype]))
 
 
-def emitted_graphs(config: str, target: Target, dtype: str, opset: int) -> dict[GraphKind, onnx.ModelProto]:
+def emitted_graphs(
+    config: str,
+    target: Target,
+    dtype: str,
+    opset: int,
+    blocks: dict[str, BlockLayout] | None = None,
+    arithmetic: Arithmetic = EXACT,
+) -> dict[GraphKind, onnx.ModelProto]:
     """The graphs as export writes them, their weights named but not stored."""
     model_config = CONFIGS[config]
     with torch.device("meta"):
         spec = Transformer(model_config).state_spec()
     tied = {"head.weight": "embed.weight"} if model_config.head.tied else {}
-    plan = WeightPlan(DTYPES[dtype], tied)
+    plan = WeightPlan(DTYPES[dtype], tied, blocks)
     models = {
-        kind: stitch_decoder(kind, model_config, fragments(config, dtype), spec, target, opset, plan, EXACT)
+        kind: stitch_decoder(
+            kind, model_config, fragments(config, dtype), spec, target, opset, plan, arithmetic
+        )
         for kind in ("prefill", "decode")
     }
     link_weights(models.values(), stored_tensors(models.values(), lambda _: torch.empty))
@@ -124,6 +134,21 @@ def test_every_emitted_operator_has_a_cuda_kernel(target: Target, dtype: str, co
     for opset in OPSETS:
         for kind, model in emitted_graphs(config, target, dtype, opset).items():
             assert set(missing_cuda_kernels(model)) == expected, f"{kind} at opset {opset}"
+
+
+@every_dtype
+@every_target
+@pytest.mark.parametrize("layout", ["int4-32", "int8-16-zeros", "int4-32-shifts"])
+def test_quantised_graphs_have_cuda_kernels_too(target: Target, dtype: str, layout: str):
+    config = CONFIGS["llama"]
+    blocks = {
+        f"blocks.{layer}.attention.qkv.weight": parse_layout(layout) for layer in range(config.n_layers)
+    }
+    blocks["embed.weight"] = parse_layout(layout)
+    expected = {GQA_IN_FLOAT32} if (target, dtype) == ("ort", "fp32") else set()
+    arithmetic = Arithmetic(activations="int8")
+    for model in emitted_graphs("llama", target, dtype, 18, blocks, arithmetic).values():
+        assert set(missing_cuda_kernels(model)) == expected
 
 
 @every_config

@@ -36,6 +36,10 @@ ENVIRONMENTS = {
         ),
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
     ),
+    # as its converter's requirements say; transformers 5 takes every tokenizer of a Qwen2 folder for Qwen's own
+    "llama-build": Environment(
+        steps=((TORCH,), ("transformers==4.57.6", "sentencepiece", "numpy~=2.2.6", "protobuf<5")),
+    ),
     "genai": Environment(
         steps=(("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", NUMPY),),
     ),
@@ -74,8 +78,7 @@ ENVIRONMENTS = {
         steps=((TORCH,), ("ctranslate2==4.8.4", "transformers==5.22.2", "sentencepiece", NUMPY)),
     ),
     "optimum-onnx": Environment(steps=((TORCH,), ("optimum-onnx[onnxruntime]==0.1.0",))),
-    # also converts for llama.cpp
-    "pytorch": Environment(steps=((TORCH,), ("transformers==5.22.2", "sentencepiece", NUMPY))),
+    "pytorch": Environment(steps=((TORCH,), ("transformers==5.22.2", NUMPY))),
 }
 
 

@@ -77,7 +77,7 @@ _WORKERS = {
 
 def _llama_f32(making: Making) -> list[Command]:
     script = making.environments.llama_cpp_source() / "convert_hf_to_gguf.py"
-    python = making.environments.python("pytorch")
+    python = making.environments.python("llama-build")
     return [[python, script, making.source, "--outfile", making.target, "--outtype", "f32"]]
 
 
