@@ -13,9 +13,7 @@ _LONGEST = 16  # tokens of a draft: with more of them nearly each is paid for in
 _FIRST_LENGTH = 2  # tokens of the first, when it is not known what the drafter costs
 _MARGIN = 1.05  # times the speed of plain decoding that a draft must promise
 _STAKE, _SHARE = 1.5, 0.02  # steps, and of the time so far: what all drafts together may lose
-_SURE = (
-    0.1  # steps that a draft may always be expected to lose: a guess that is nearly certain is not held back
-)
+_SURE = 0.1  # steps that a draft may lose, as expected, in any case: what is nearly certain is not held back
 
 _FAR = 32  # tokens, more than any check has: there the line of costs ends
 _DEAREST = 0.5  # steps that a token more is assumed to cost at most: the first prompt of a process is slow
