@@ -47,7 +47,9 @@ class _Step:
         if "attention_mask" not in self._takes:
             return
         batch, total = len(lengths), max(lengths) + 1
-        if batch > 1:  # (B, total): each row's past, zeros, and the new token, whose column is the last in every row
+        if (
+            batch > 1
+        ):  # (B, total): each row's past, zeros, and the new token, whose column is the last in every row
             mask = self._mask[: batch * total].reshape(batch, total)
             mask[:, :-1] = np.arange(total - 1) < self._positions
             mask[:, -1] = 1
@@ -91,7 +93,9 @@ class CapacityEngine:
         self._make_room([1] * len(self.lengths))
         session = self._graphs.decoder
         if self._step is None:
-            self._step = _Step(session, self._bind_batch(session), self._wiring, len(self.lengths), self._capacity)
+            self._step = _Step(
+                session, self._bind_batch(session), self._wiring, len(self.lengths), self._capacity
+            )
         self._step.set(tokens, self.lengths)
         session.run_briefly(self._step.binding)
         self.lengths = [length + 1 for length in self.lengths]

@@ -53,7 +53,9 @@ def shipped_files() -> set[str]:
     found = {f"tfmx/{name}" for name in (*ROOT_MODULES, "py.typed")}
     for package in LISTED[1:]:
         folder = ROOT.joinpath(*package.split(".")[1:])
-        files = [path for path in folder.iterdir() if path.suffix in {".py", ".txt"}]  # and texts to measure on
+        files = [
+            path for path in folder.iterdir() if path.suffix in {".py", ".txt"}
+        ]  # and texts to measure on
         found |= {f"tfmx/{path.relative_to(ROOT).as_posix()}" for path in files}
     return found
 
