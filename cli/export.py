@@ -11,7 +11,7 @@ import click
 
 from .boundary import debug_option
 from .console import plural, size, write_line, write_table
-from .kind_words import describe_length, describe_numbers
+from .kind_words import describe_length, describe_matrices, describe_numbers
 from .number_list import parse_numbers
 from .progress import Bars
 from .quantisation import Quantisation, check_quantisation, quant_options, read_quant
@@ -113,6 +113,8 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
     ]
     rows.append(("total", size(sum(info.size for info in manifest.files.values())), ""))
     write_table(rows, align="<>>")
+    if manifest.quant is not None:
+        write_line(f"matrices: {describe_matrices(manifest.quant)}")
     if parity is None:
         write_line("not verified (--no-verify); this compares it with PyTorch:")
         write_line(f"  tfmx verify {shlex.quote(str(bundle.path))} --against {shlex.quote(source)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,13 @@ import click
 
 from .boundary import debug_option
 from .console import plural, size, write_line, write_table
-from .kind_words import describe_inputs, describe_numbers, describe_outputs, describe_pixels
+from .kind_words import (
+    describe_inputs,
+    describe_matrices,
+    describe_numbers,
+    describe_outputs,
+    describe_pixels,
+)
 
 if TYPE_CHECKING:
     from ..runtime.bundle import Bundle, GraphInfo, Manifest, TensorInfo
@@ -82,10 +87,11 @@ def _show_bundle(bundle: Bundle) -> None:
 def _quant_rows(manifest: Manifest) -> Iterator[tuple[str, str]]:
     if manifest.quant is None:
         return
-    kinds = Counter(manifest.quant.matrices.values()).most_common()
-    found = ", ".join(f"{count} {kind}" for kind, count in kinds)
     activations = "int8" if manifest.quant.activations == "int8" else manifest.dtype
-    yield "matrices", f"{found}; rounded by {manifest.quant.rounding}; activations {activations}"
+    yield (
+        "matrices",
+        f"{describe_matrices(manifest.quant)}; rounded by {manifest.quant.rounding}; activations {activations}",
+    )
 
 
 def _generation_rows(manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..runtime.manifest import Manifest
+    from ..runtime.manifest import Manifest, QuantInfo
 
 _SHOWN = 6  # labels of classes
 
@@ -53,3 +54,8 @@ def describe_numbers(manifest: Manifest) -> str:
     """fp32; int4 in fp32; fp32, cache int8."""
     weights = manifest.dtype if manifest.quant is None else f"{manifest.quant.weights} in {manifest.dtype}"
     return f"{weights}, cache int8" if any(state.dtype == "int8" for state in manifest.state) else weights
+
+
+def describe_matrices(quant: QuantInfo) -> str:
+    """120 int4-32-zeros, 1 int8-32: bits and weights in a block."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(quant.matrices.values()).most_common())

@@ -97,6 +97,10 @@ def check_quantisation(given: Quantisation, target: str, dtype: str) -> None:
     """Combinations that cannot be, before anything is loaded."""
     if given["quant"] is None:
         refuse_options(_COMPANIONS, "goes with --quant; add --quant int8 or --quant int4")
+    elif target == "portable":
+        refuse_options(("quant_activations",), "is for --target ort; portable graphs round no activations")
+    if given["calibrate"] is not None:
+        refuse_options(("quant_round",), "does not go with --calibrate, which rounds in its own way")
     kv = given["kv"]
     if kv == "int8" and target != "ort":
         raise click.UsageError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .. import InputError
+
 Activations = Literal["float", "int8"]
 CacheNumbers = Literal["float", "int8"]
 
@@ -18,3 +20,14 @@ class Arithmetic:
 
 
 EXACT = Arithmetic()
+
+
+def kv_error(target: str) -> InputError:
+    """A cache of int8 that cannot be."""
+    why = (
+        "only ONNX Runtime's fused attention has one" if target == "portable" else "it has no fused attention"
+    )
+    return InputError(
+        f"--kv int8 is not for this export: {why}; it works for decoders of tokens with --target ort and without "
+        "--attentions (otherwise leave --kv out)"
+    )

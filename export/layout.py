@@ -15,6 +15,7 @@ A table that rows are gathered from lies there once: `.table` is another name fo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -65,10 +66,10 @@ def split_name(name: str) -> tuple[str, str]:
     return (matrix, dot + part) if dot + part in PARTS else (name, "")
 
 
-def place(name: str) -> str:
-    """Which tensor's bytes these are."""
+def shared_name(name: str, layouts: Mapping[str, BlockLayout]) -> str | None:
+    """Which other tensor's bytes these are, if they are."""
     matrix, part = split_name(name)
-    return matrix + CODES if part == TABLE else name
+    return matrix + CODES if part == TABLE and matrix in layouts else None
 
 
 def as_stored(blocks: Blocks, dtype: torch.dtype) -> Blocks:

@@ -145,12 +145,17 @@ class Gate:
         self, folder: Path, growth: str, arithmetic: Arithmetic, cache_scales: Sequence[Array] | None
     ) -> Parity:
         """Graphs that round on the way may be as far off as PyTorch is when it rounds the same."""
-        self.progress.stage("verifying: PyTorch, rounding", self.reference.steps(self.cases))
-        rounded = self.reference.run(
-            self.cases, self.pasts, self.reference.precision, self.progress.advance, arithmetic=arithmetic
+        signature, precision, samples = (
+            self.reference.signature,
+            self.reference.precision,
+            range(self.reference.samples),
         )
-        budgets = _budgets(self.cases, [rounded], self.exact, self.reference.precision)
-        signature, precision = self.reference.signature, self.reference.precision
+        self.progress.stage("verifying: PyTorch, rounding", self.reference.steps(self.cases) * len(samples))
+        rounded = [
+            self.reference.run(self.cases, self.pasts, precision, self.progress.advance, sample, arithmetic)
+            for sample in samples
+        ]
+        budgets = _budgets(self.cases, rounded, self.exact, precision)
         graphs = Graphs(folder, growth, signature, precision, cache_scales=cache_scales)
         return self._compare(graphs, budgets, "verifying: onnxruntime, rounding")
 

@@ -33,7 +33,7 @@ from ..runtime.bundle import (
 )
 from ..runtime.graph_audit import audit_graph
 from ..runtime.tokenizer import Tokenizer
-from .arithmetic import EXACT, Arithmetic, CacheNumbers
+from .arithmetic import EXACT, Arithmetic, CacheNumbers, kv_error
 from .builder import serialised
 from .calibrate import LEAST_TOKENS, calibration_windows
 from .choice_graphs import sample_graph, select_graph
@@ -124,6 +124,8 @@ def export_model(
 
 def numbers(model: Source, options: ExportOptions) -> Numbers:
     """With the text that shows the model's ranges, where roundings depend on them."""
+    if options.kv == "int8" and model.growth(options.target) != "capacity":
+        raise kv_error(options.target)
     path = None if options.quant is None else options.quant.calibrate
     if path is None and options.kv != "int8":
         return Numbers(quant=options.quant)
@@ -217,7 +219,7 @@ def make_manifest(
         kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
-        quant=_quant_info(options.quant, graphs.layouts),
+        quant=_quant_info(options, graphs.layouts),
         opset=options.opset,
         inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
         outputs=OutputInfo(
@@ -250,13 +252,14 @@ def make_manifest(
     )
 
 
-def _quant_info(quant: Quant | None, layouts: Mapping[str, BlockLayout]) -> QuantInfo | None:
+def _quant_info(options: ExportOptions, layouts: Mapping[str, BlockLayout]) -> QuantInfo | None:
+    quant = options.quant
     if quant is None:
         return None
     return QuantInfo(
         weights="int4" if quant.bits == 4 else "int8",
         rounding="gptq" if quant.calibrate is not None else quant.rounding,
-        activations=quant.activations,
+        activations=quant.activations if options.target == "ort" else "float",
         matrices={name: describe(layout) for name, layout in layouts.items()},
     )
 

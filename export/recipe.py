@@ -49,10 +49,16 @@ class Quant:
             )
             format_.check(name, matrix.shape)
             found[name] = BlockLayout(format_)
+        if not found:
+            raise InputError("--quant-skip leaves no matrix to quantise; leave --quant out instead")
+        if self.calibrate is not None and all(self.keeps(matrices[name].blocks) for name in found):
+            raise InputError(
+                "--calibrate has nothing to round: the checkpoint's blocks are taken over exactly; add --requantise"
+            )
         return found
 
     def keeps(self, blocks: LazyBlocks | None) -> bool:
-        """Whether a checkpoint's own blocks are repacked as they are: of the size that was asked for, and not finer."""
+        """Whether a checkpoint's own blocks are taken over as they are: of the size that was asked for."""
         return blocks is not None and not self.again and blocks.format.block == self.block
 
     def _wide(self, matrices: Iterable[str]) -> frozenset[str]:

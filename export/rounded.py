@@ -15,8 +15,8 @@ INT8_TOP = 127
 def round_inputs(model: nn.Module, layout_of: Callable[[str], BlockLayout | None]) -> None:
     """Inputs of linear maps become int8, each block by its largest; `layout_of` a weight by its name, if quantised."""
     for name, module in model.named_modules():
-        layout = layout_of(f"{name}.weight")
-        if isinstance(module, Linear) and layout is not None:
+        layout = layout_of(f"{name}.weight") if isinstance(module, Linear) else None
+        if layout is not None:
             block = layout.format.block
             module.register_forward_pre_hook(lambda _, args, block=block: (rounded_blocks(args[0], block),))
 

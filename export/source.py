@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import onnx_ir as ir
@@ -27,10 +28,11 @@ from ..tfm_model.rotary import rotary_tables
 from ..tfm_model.source import is_python_source, open_checkpoint
 from ..tfm_model.state import StateSpec, model_state
 from ..tfm_model.transformer import Transformer
+from .arithmetic import kv_error
 from .cache_scales import cache_scales
 from .calibrate import Calibration, calibrate
 from .downstream import downstream_texts
-from .layout import BlockLayout, Target
+from .layout import BlockLayout, Target, shared_name
 from .lower_basic import COLUMNS, dims
 from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
@@ -88,8 +90,8 @@ class Source(Protocol):
 
     def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs: ...
 
-    def weight(self, name: str) -> torch.Tensor:
-        """A matrix (out, in) as the source has it, in float32."""
+    def weight(self, name: str) -> torch.Tensor | None:
+        """A matrix (out, in) as the source has it, in float32; None if it has none of that name."""
 
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         """PyTorch, with the weights of the source but for the matrices that are stored."""
@@ -213,7 +215,9 @@ class CheckpointSource:
                 return read_finite_blocks(self._checkpoint.tensors[name])
             if name in calibration.blocks:
                 return calibration.blocks[name]
-            return rounded(numbers.quant, layouts[name], self.weight(name), name)
+            weight = self.weight(name)
+            assert weight is not None
+            return rounded(numbers.quant, layouts[name], weight, name)
 
         quantiser = Quantiser(layouts, target, torch_dtype(self._dtype), blocks_of)
         scales = cache_scales(calibration.ranges) if numbers.kv == "int8" else {}
@@ -224,7 +228,7 @@ class CheckpointSource:
                 return lambda: scales[name]
             return quantiser.reader(name) or self._reader(value, plan)
 
-        return Graphs(models, stored_tensors(models.values(), reader), layouts)
+        return Graphs(models, stored_tensors(models.values(), reader, layouts), layouts)
 
     def _calibration(
         self, numbers: Numbers, layouts: Mapping[str, BlockLayout], progress: Progress
@@ -270,8 +274,9 @@ class CheckpointSource:
         index = ("rotary.cos", "rotary.sin").index(name)
         return lambda: rotary_tables(rotary, self.max_context)[index].to(dtype)
 
-    def weight(self, name: str) -> torch.Tensor:
-        return read_finite(self._checkpoint.tensors[name], torch.float32)
+    def weight(self, name: str) -> torch.Tensor | None:
+        tensor = self._checkpoint.tensors.get(name)
+        return None if tensor is None else read_finite(tensor, torch.float32)
 
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         precision = torch_dtype(self._dtype)
@@ -284,20 +289,10 @@ class CheckpointSource:
         return DecoderReference(self.config, precision, read, stored)
 
 
-def kv_error(target: Target) -> InputError:
-    what = (
-        "only ONNX Runtime's fused attention has such a cache"
-        if target == "portable"
-        else "it has no fused attention"
-    )
-    return InputError(
-        f"--kv int8 is not for this export: {what}; it works for decoders of tokens with --target ort and without "
-        "--attentions (otherwise leave --kv out)"
-    )
-
-
 def stored_tensors(
-    models: Iterable[ir.Model], reader: Callable[[ir.Value], Callable[[], torch.Tensor]]
+    models: Iterable[ir.Model],
+    reader: Callable[[ir.Value], Callable[[], torch.Tensor]],
+    layouts: Mapping[str, BlockLayout] = MappingProxyType({}),
 ) -> list[StoredTensor]:
     """The weights of all graphs, each once, in the order of first use."""
     tensors: dict[str, StoredTensor] = {}
@@ -305,7 +300,8 @@ def stored_tensors(
         for name, value in model.graph.initializers.items():
             if value.const_value is None and name not in tensors:
                 assert value.dtype is not None
-                tensors[name] = StoredTensor(name, value.dtype, dims(value), reader(value))
+                shares = shared_name(name, layouts)
+                tensors[name] = StoredTensor(name, value.dtype, dims(value), reader(value), shares)
     return list(tensors.values())
 
 

@@ -49,11 +49,16 @@ class StoredMatrices:
             parts[CODES] = parts[TABLE].reshape(rows, n_blocks, -1)
         return unpacked(parts, self.layouts[name], self._target).dequantised()
 
-    def check(self, source: Callable[[str], Tensor]) -> None:
+    def check(self, source: Callable[[str], Tensor | None]) -> None:
         """Each matrix is its source's, but for the rounding; parity alone would not see another one."""
         for name, layout in self.layouts.items():
-            w = source(name)
-            lost = float((self.read(name) - w).norm() / w.norm().clamp_min(1e-30))
+            w, own = source(name), self.read(name)
+            if w is None or w.shape != own.shape:
+                raise ParityError(
+                    f"{name} is a matrix of {list(own.shape)} here, and not in the source; give the source that the "
+                    "bundle was exported from"
+                )
+            lost = float((own - w).norm() / w.norm().clamp_min(1e-30))
             if not lost <= MOST_LOST[layout.format.bits]:
                 raise ParityError(
                     f"{name} is {lost:.2g} of its own size away from its source, {MOST_LOST[layout.format.bits]:g} is "

@@ -10,8 +10,6 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from .layout import place
-
 WEIGHTS_FILE = "weights.bin"
 ALIGNMENT = 4096  # a page, so that onnxruntime can map each tensor where it lies
 
@@ -39,11 +37,12 @@ class StoredTensor:
     dtype: ir.DataType
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
+    shares: str | None = None  # the name of the tensor whose bytes these are, in another shape
 
     @property
     def place(self) -> str:
-        """Tensors of one place are the same bytes in two shapes, and there once."""
-        return place(self.name)
+        """Tensors of one place are there once."""
+        return self.shares or self.name
 
     @property
     def nbytes(self) -> int:

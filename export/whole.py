@@ -20,7 +20,7 @@ from ..tfm_model.blocks import Blocks
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
 from ..tfm_model.state import StateSpec, StateTensor
 from ..tfm_model.transformer import Transformer
-from .arithmetic import Arithmetic
+from .arithmetic import Arithmetic, kv_error
 from .builder import Builder
 from .content_plan import ContentPlan
 from .layout import Target
@@ -30,7 +30,7 @@ from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .reference import Reference
 from .signature import Signature
-from .source import Graphs, kv_error, stored_tensors
+from .source import Graphs, stored_tensors
 from .stitch import (
     GRAPHS_OF_KIND,
     GraphKind,
@@ -89,9 +89,9 @@ class WholeSource:
     def growth(self, target: Target) -> str:  # noqa: ARG002 - the same for both
         return "append"
 
-    def weight(self, name: str) -> Tensor:
-        weight: Tensor = self._model.state_dict()[name]
-        return weight.float()
+    def weight(self, name: str) -> Tensor | None:
+        weight: Tensor | None = self._model.state_dict().get(name)
+        return None if weight is None else weight.float()
 
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         size = sum(tensor.numel() for tensor in self._model.state_dict().values())
@@ -147,7 +147,7 @@ class WholeSource:
 
         quantiser = Quantiser(layouts, target, torch_dtype(self._dtype), blocks_of)
         tensors = stored_tensors(
-            models.values(), lambda value: quantiser.reader(str(value.name)) or plan.reader(value)
+            models.values(), lambda value: quantiser.reader(str(value.name)) or plan.reader(value), layouts
         )
         return Graphs(models, tensors, layouts)
 

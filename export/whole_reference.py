@@ -76,7 +76,11 @@ class WholeReference:
             nudge(model, sample)
         model = model.to(dtype).eval()
         if arithmetic.activations == "int8" and isinstance(model, Transformer):
-            round_inputs(model, self._layouts.get)
+            named = model.named_parameters(
+                remove_duplicate=False
+            )  # a tied matrix has two names, and one layout
+            layouts = {id(weight): self._layouts[name] for name, weight in named if name in self._layouts}
+            round_inputs(model, lambda name: layouts.get(id(model.get_parameter(name))))
         results = []
         for case in cases:
             results.append(self._run_case(model, case, pasts, dtype))

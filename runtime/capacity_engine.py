@@ -152,10 +152,11 @@ class CapacityEngine:
         check_room(self._graphs.manifest, self.lengths, new)
         needed = max(length + count for length, count in zip(self.lengths, new, strict=True))
         if needed > self._capacity:
-            self._capacity = self._rounded(max(needed, 2 * self._capacity))
-            for index, axis in enumerate(self._axes):
-                self._buffers[index] = self._buffers[index].grown(axis, self._capacity, self.lengths)
-            self._step = None
+            capacity = self._rounded(max(needed, 2 * self._capacity))
+            pairs = zip(self._buffers, self._axes, strict=True)
+            grown = [buffer.grown(axis, capacity, self.lengths) for buffer, axis in pairs]
+            self._step = None  # all or nothing: an interrupted growth leaves what is bound where it was
+            self._buffers, self._capacity = grown, capacity
 
     def _rounded(self, length: int) -> int:
         return min(-(-length // _GRANULE) * _GRANULE, self._graphs.manifest.max_context)

@@ -180,7 +180,8 @@ class HostLogits:
         return self.array
 
     def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        span = self.array.max(axis=1) - self.array.min(axis=1)  # NaN or infinite if anything is
+        with np.errstate(all="ignore"):
+            span = self.array.max(axis=1) - self.array.min(axis=1)  # NaN or infinite if anything is
         return self.array.argmax(axis=1), np.asarray(np.isfinite(span))
 
     @property

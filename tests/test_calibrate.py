@@ -118,6 +118,24 @@ def test_scales_are_fitted_together_as_least_squares_has_it(format_):
         torch.testing.assert_close(scales.double(), best, rtol=1e-3, atol=1e-4)
 
 
+@formats
+def test_the_sweep_and_the_fit_lower_the_error_of_every_row(format_):
+    w, moments = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), damped_moments(256)
+
+    def errors(values: torch.Tensor) -> torch.Tensor:
+        return (((values - w).double() @ moments) * (values - w)).sum(dim=1)
+
+    once = gptq._round_rows(w, gptq._answers(moments), format_)
+    swept = gptq._round_rows(w, gptq._answers(moments), format_)
+    gptq._sweep(swept, moments.float(), format_)
+    first, second = errors(w - once.error), errors(w - swept.error)
+    x = correlated(500, 256)
+    last = errors(round_gptq(w, x.T @ x, format_).dequantised())
+    assert (second <= first * (1 + 1e-6)).all()
+    assert (last <= second * (1 + 1e-6)).all()
+    assert last.sum() < 0.99 * second.sum() < 0.97 * first.sum()
+
+
 def test_a_block_of_zeros_stays_zero():
     w, x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)), correlated(500, 64)
     w[2], w[3, 32:] = 0.0, 0.0
@@ -222,6 +240,23 @@ def test_a_calibrated_decoder_is_nearer_to_the_original_than_a_searched_one(conf
         logits, _ = run(with_weights(config, weights | dequantised), windows_of(config))
         errors.append(float((logits - exact).square().mean()))
     assert errors[0] < 0.8 * errors[1]
+
+
+def test_the_head_is_rounded_for_what_reaches_it():
+    decoder, windows, format_ = random_decoder(UNTIED), windows_of(UNTIED), BlockFormat(bits=4)
+    wanted = {"head.weight": format_, "embed.weight": format_}
+    found = calibrate(UNTIED, reader(weights_of(decoder)), windows, wanted.get, Silent()).blocks
+    with torch.no_grad():
+        mask = torch.ones_like(windows)
+        x = decoder.norm(
+            decoder.body(windows, mask, positions(mask), decoder.empty_state(len(windows), [])).main
+        )
+    moments = x.flatten(0, 1).T @ x.flatten(0, 1)
+    expected = round_gptq(decoder.head.weight.detach(), moments, format_)
+    assert (found["head.weight"].codes == expected.codes).float().mean() > 0.999  # sums in another order
+    assert torch.equal(
+        found["embed.weight"].codes, round_search(decoder.embed.weight.detach(), format_).codes
+    )
 
 
 def test_only_what_has_a_format_is_rounded_and_each_as_it_says():

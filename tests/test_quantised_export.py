@@ -13,12 +13,14 @@ from random_models import PLAIN, PLAIN_ATTENTION, VARIANTS, random_source
 
 import tfmx.export.quantiser as quantiser_module
 from tfmx import InputError
-from tfmx.export.layout import CODES, SCALES, BlockLayout, as_stored, packed, unpacked
+from tfmx.export.layout import CODES, SCALES, BlockLayout, as_stored, packed, shared_name, unpacked
 from tfmx.export.parity import ParityError
-from tfmx.export.pipeline import ExportOptions, export_model
+from tfmx.export.pipeline import DTYPES, ExportOptions, export_model
 from tfmx.export.recipe import Quant, describe, parse_layout
 from tfmx.export.rounding import round_nearest
+from tfmx.export.source import open_source
 from tfmx.runtime.bundle import Bundle
+from tfmx.runtime.device_buffer import DeviceBuffer
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import Graphs, open_engine
 from tfmx.tfm_model.blocks import BlockFormat, Blocks
@@ -190,3 +192,55 @@ def test_a_head_of_other_numbers_still_has_the_right_bias(tmp_path: Path) -> Non
     parity, _ = exported(tmp_path, ExportOptions(quant=Quant(bits=4)), config)
     assert parity is not None
     assert parity.passed
+
+
+@pytest.mark.parametrize("preset", ["vision-transformer", "random-features"])
+@pytest.mark.parametrize("target", ["ort", "portable"])
+def test_models_that_are_traced_whole_are_quantised_too(tmp_path: Path, preset: str, target) -> None:
+    source = open_source(f"preset:{preset}", DTYPES["fp32"], None)
+    parity = export_model(source, tmp_path / "b", ExportOptions(target=target, quant=Quant(bits=8, block=16)))
+    assert parity is not None
+    assert parity.passed
+    quant = Bundle.open(tmp_path / "b").manifest.quant
+    assert quant is not None
+    assert quant.activations == ("int8" if target == "ort" else "float")
+
+
+def test_a_cache_of_int8_is_refused_where_there_is_no_cache(tmp_path: Path) -> None:
+    source = open_source("preset:vision-transformer", DTYPES["fp32"], None)
+    with pytest.raises(InputError, match="works for decoders of tokens"):
+        export_model(source, tmp_path / "b", ExportOptions(kv="int8"))
+
+
+def test_only_quantised_tables_share_their_bytes() -> None:
+    assert shared_name("vq.table", {}) is None
+    assert shared_name("vq.table", {"vq": parse_layout("int4-32")}) == "vq.codes"
+    assert shared_name("vq.codes", {"vq": parse_layout("int4-32")}) is None
+
+
+def test_an_interrupted_growth_of_the_cache_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, bundle = exported(
+        tmp_path, ExportOptions(quant=Quant(bits=8), verify=False), replace(PLAIN, context=256)
+    )
+    graphs = Graphs(bundle, CPU, threads=1)
+    ids = np.random.default_rng(3).integers(0, 211, 100).tolist()
+    whole = open_engine(graphs, 1, 128).prefill([ids]).numpy().copy()
+    for interrupted in range(6):
+        engine = open_engine(graphs, 1, 8)
+        engine.prefill([ids[:60]])
+        engine.decode([ids[60]])
+        grown, calls = DeviceBuffer.grown, iter(range(100))
+
+        def failing(self, *arguments, grown=grown, calls=calls, at=interrupted):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return grown(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceBuffer, "grown", failing)
+            with pytest.raises(KeyboardInterrupt):
+                engine.prefill([ids[61:]])
+        engine.decode([ids[61]])
+        assert np.abs(engine.prefill([ids[62:]]).numpy() - whole).max() < 2e-3 * np.abs(whole).max()

@@ -52,7 +52,7 @@ class BlockFormat:
         if len(shape) != 2:
             raise BlockError(f"{name} has shape {list(shape)}, wanted a matrix; leave it as it is")
         whole = [size for size in get_args(BlockSize) if shape[1] and shape[1] % size == 0]
-        advice = f"blocks of {_either(whole)} do" if whole else "leave it as it is"
+        advice = f"blocks of {_either(whole)} do" if whole else "leave it as it is (--quant-skip)"
         raise BlockError(f"{name} has rows of {shape[1]} weights, no multiple of {self.block}; {advice}")
 
 
