@@ -129,7 +129,7 @@ def test_the_sweep_and_the_fit_lower_the_error_of_every_row(format_):
     swept = gptq._round_rows(w, gptq._answers(moments), format_)
     gptq._sweep(swept, moments.float(), format_)
     first, second = errors(w - once.error), errors(w - swept.error)
-    x = correlated(500, 256)
+    x = correlated(500, 256).double()
     last = errors(round_gptq(w, x.T @ x, format_).dequantised())
     assert (second <= first * (1 + 1e-6)).all()
     assert (last <= second * (1 + 1e-6)).all()
@@ -162,7 +162,7 @@ def test_inputs_that_were_never_seen_are_rounded_all_the_same():
     assert torch.equal(round_gptq(w, moments, format_).codes, round_search(w, format_).codes)
     moments[3, 3] = 1e9
     errors = (round_gptq(w, moments, format_).dequantised() - w).abs()
-    assert errors[:, 3].max() < 0.02
+    assert errors[:, 3].max() < 0.05  # the others: up to 2
     assert errors.max() < 2
 
 
