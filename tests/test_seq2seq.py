@@ -129,12 +129,12 @@ def test_the_source_is_encoded_once(model, monkeypatch):
     assert runs[1:] == ["prefill.onnx"] * 6  # one sequence decodes with the prefill graph
 
 
-def test_the_decode_graph_is_loaded_by_the_first_batch(folder):
+def test_one_session_decodes_single_sources_and_batches(folder):
     model = tfmx.load(folder, threads=1)
     list(model.generate(SOURCES[0], max_new_tokens=3))
     assert set(model._graphs._sessions) == {"encode", "prefill"}
     model.generate_batch(SOURCES, max_new_tokens=3)
-    assert set(model._graphs._sessions) == {"encode", "prefill", "decode"}
+    assert set(model._graphs._sessions) == {"encode", "prefill"}
 
 
 def test_an_answer_ends_with_the_context(model):
