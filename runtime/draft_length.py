@@ -19,7 +19,8 @@ _FAR = 32  # tokens, more than any check has: there the line of costs ends
 _DEAREST = 0.5  # steps that a token more is assumed to cost at most: the first prompt of a process is slow
 _WEIGHT, _WEIGHT_DOWN = 0.25, 0.5  # of a new time in the average: what disturbs a run never makes it faster
 _OUTLIER = 2.0  # a run that took longer than so many times the average was disturbed
-_FADE = 0.998  # a step. Costs that keep drafts away are doubted, so that they are measured again some time
+_FADE = 0.998  # a step. Costs that keep drafts away are doubted, so that they are measured again some time;
+_FADE_DRAFTING = 0.98  # what the drafter takes is known from this generation alone, and doubted sooner
 
 _LEVELS = 16  # of trust that are told apart
 _MEMORY = 0.97  # of hits and misses: about the last 30 of each level
@@ -115,6 +116,7 @@ class DraftLength:
                 best, most = length, tokens / seconds
         if best == 0:
             self._costs.doubt()
+            self._drafting = None if self._drafting is None else self._drafting * _FADE_DRAFTING
         return best
 
     def stepped(self, seconds: float) -> None:

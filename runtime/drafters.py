@@ -91,32 +91,33 @@ class DraftModel:
 
     def read(self, tokens: Sequence[int]) -> None:
         self._text.extend(tokens)
-        if len(tokens) > 1 and len(self._text) < self._context:  # a prompt: all but its last token, at once
-            self._catch_up(len(self._text) - 1)
+        if len(tokens) > 1 and len(self._text) < self._context:  # a prompt: at once, but for its last token
+            self._forget()
+            if new := self._text[len(self._held) : -1]:
+                self._append(new)
 
     def trust(self) -> int:
         return _MODEL if len(self._text) < self._context else 0
 
     def draft(self, count: int) -> list[int]:
-        self._catch_up(len(self._text) - 1)
-        guess: list[int] = []
-        token = self._text[-1]
-        for _ in range(min(count, self._context - len(self._held))):
-            logits = self._engine.decode([token])
-            self._held.append(token)
-            token = int(logits.greedy()[0][0])
-            guess.append(token)
+        self._forget()
+        guess = [self._append(self._text[len(self._held) :])]
+        while len(guess) < min(count, self._context - len(self._text)):
+            guess.append(self._append(guess[-1:]))
         return guess
 
-    def _catch_up(self, length: int) -> None:
-        """Bring the engine to the first `length` tokens of the text."""
+    def _forget(self) -> None:
+        """Leave in the engine what is the text's; its last token is to be run."""
         text, held = self._text, self._held
-        while self._same < min(length, len(held)) and held[self._same] == text[self._same]:
+        most = min(len(text) - 1, len(held))
+        while self._same < most and held[self._same] == text[self._same]:
             self._same += 1
         if self._same < len(held):
             self._engine.trim(self._same)
             del held[self._same :]
-        if new := text[len(held) : length]:
-            self._engine.prefill([new])
-            held.extend(new)
-        self._same = len(held)
+
+    def _append(self, tokens: list[int]) -> int:
+        """Run the tokens; gives the likeliest to follow."""
+        logits = self._engine.decode(tokens) if len(tokens) == 1 else self._engine.prefill([tokens])
+        self._held.extend(tokens)
+        return int(logits.greedy()[0][0])
