@@ -53,7 +53,7 @@ _GIVES = {
 @click.option(
     "--speculate",
     is_flag=True,
-    help="Guess tokens that the text has had before and check several in one run: the same answer, sooner where it repeats its prompt.",
+    help="Guess tokens that the text has had before and check several in one run: sooner where an answer repeats its prompt. Exact in float; with 8-bit activations the answer may differ.",
 )
 @click.option(
     "--draft",

@@ -84,7 +84,8 @@ class Model:
     def speculate(self, speculation: Speculation | None) -> None:
         """From now on guess tokens and check several in one run, for single prompts; None ends it.
 
-        The tokens stay the same. It pays where an answer repeats its prompt, or with a draft model, and costs next to nothing elsewhere.
+        In float bundles the tokens stay the same; with 8-bit activations they may leave those of plain decoding. It pays where
+        an answer repeats its prompt, or with a draft model.
         """
         if speculation is not None:
             check_speculation(speculation, self)
