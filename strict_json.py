@@ -6,6 +6,7 @@ The dataclasses' own annotations are the schema: `int`, `str`, `float`, `None`, 
 
 from __future__ import annotations
 
+import functools
 import types
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -61,15 +62,21 @@ def _decode(kind: Any, data: object, place: str) -> object:
 
 def _decode_record(kind: type[object], data: object, place: str) -> object:
     entries = _expect(dict, data, place)
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(cast("Any", kind))]
-    for name in names:
+    hints = _hints(kind)
+    for name in hints:
         if name not in entries:
             raise SchemaError(f"{_join(place, name)} is missing")
     for name in entries:
-        if name not in names:
+        if name not in hints:
             raise SchemaError(f"{_join(place, name)} is not a known key")
-    return kind(**{name: _decode(hints[name], entries[name], _join(place, name)) for name in names})
+    return kind(**{name: _decode(hint, entries[name], _join(place, name)) for name, hint in hints.items()})
+
+
+@functools.cache
+def _hints(kind: type[object]) -> dict[str, Any]:
+    """The types of a record's fields, in their order."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(cast("Any", kind))}
 
 
 def _decode_union(choices: tuple[Any, ...], data: object, place: str) -> object:

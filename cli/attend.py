@@ -74,7 +74,7 @@ def command(
     place = check_place(out, SUFFIXES)
     chosen_heads = None if heads is None else parse_numbers(heads, "--heads", {"mean": _MEAN})
     chosen_layers = None if layers is None else parse_numbers(layers, "--layers")
-    opened = Bundle.open(bundle, check=False)  # what can be drawn is known before weights are read
+    opened = Bundle.look(bundle)  # what can be drawn is known before weights are read
     if opened.manifest.kind != "encoder-decoder":
         refuse_options(
             {"of", "max_tokens"}, f"is for encoder-decoders; {bundle} is of kind {opened.manifest.kind}"

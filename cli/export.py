@@ -106,7 +106,7 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
         f"{bundle.path}: {manifest.target}, {describe_numbers(manifest)}, opset {manifest.opset}, "
         f"{describe_length(manifest)}, made in {seconds:.1f} s"
     )
-    nodes = {manifest.graphs[role].file: sum(found.ops.values()) for role, found in bundle.summaries.items()}
+    nodes = {graph.file: sum(bundle.summary(role).ops.values()) for role, graph in manifest.graphs.items()}
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
     rows = [
         (name, size(info.size), f"{nodes[name]:,} nodes" if name in nodes else "") for name, info in by_size

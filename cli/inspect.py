@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 def _show_graph(bundle: Bundle, role: str) -> None:
     graph: GraphInfo = bundle.manifest.graphs[role]
-    summary = bundle.summaries[role]
+    summary = bundle.summary(role)
     _title(f"{role}: {graph.file}, {plural(sum(summary.ops.values()), 'node')}")
     rows = [("in", *row) for row in tensor_rows(graph.inputs)] + [
         ("out", *row) for row in tensor_rows(graph.outputs)
@@ -171,13 +172,12 @@ def _span(numbers: list[int]) -> str:
 
 def _show_operators(bundle: Bundle, roles: list[str]) -> None:
     _title("operators")
-    names = sorted(
-        {name for summary in bundle.summaries.values() for name in summary.ops},
-        key=lambda name: (-sum(summary.ops.get(name, 0) for summary in bundle.summaries.values()), name),
-    )
+    counts = {role: Counter(bundle.summary(role).ops) for role in bundle.manifest.graphs}
+    total = sum(counts.values(), Counter())
+    names = sorted(total, key=lambda name: (-total[name], name))
     rows = [("", *roles)]
-    rows += [(name, *(f"{bundle.summaries[role].ops.get(name, 0):,}" for role in roles)) for name in names]
-    rows.append(("all", *(f"{sum(bundle.summaries[role].ops.values()):,}" for role in roles)))
+    rows += [(name, *(f"{counts[role][name]:,}" for role in roles)) for name in names]
+    rows.append(("all", *(f"{counts[role].total():,}" for role in roles)))
     write_table(rows, align="<" + ">" * len(roles))
 
 

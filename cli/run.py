@@ -103,7 +103,7 @@ def command(
     """
     from ..runtime.bundle import Bundle
 
-    manifest = Bundle.open(bundle, check=False).manifest  # what makes sense is known before weights are read
+    manifest = Bundle.look(bundle).manifest  # what makes sense is known before weights are read
     is_conversation = chat and given is None and file is None
     place = _check_usage(manifest, bundle, chat, system, ids, as_json, out, sampling)
     found = None
@@ -112,6 +112,10 @@ def command(
         if found is None:
             talk = ", or --chat to talk" if manifest.generates else ""
             raise click.UsageError(f"there is no prompt; give INPUT, --file, --ids or standard input{talk}")
+    if chat:
+        from ..runtime.chat import start_worker
+
+        start_worker()
     model = open_model(bundle, device, threads, check=not no_check)
     if not manifest.generates:
         from .apply import apply

@@ -131,7 +131,7 @@ def bench(bundle: Bundle, options: BenchOptions, stages: Stages) -> Benchmark:
         read_bytes_per_second=max(found.read_bytes_per_second for found in limits),
         flops_per_second=max(found.flops_per_second for found in limits),
     )
-    costs = graph_costs(bundle.graphs["decode"], manifest.outputs.size)
+    costs = graph_costs(bundle.graph("decode"), manifest.outputs.size)
     return Benchmark(
         threads=threads,
         batch=options.batch,

@@ -4,6 +4,7 @@ Opening checks everything that onnxruntime does not: that each file is there, is
 size and sha256 that the manifest gives, that nothing else lies in the folder, and that the graphs contain
 only what the exporter emits. The graphs are kept as the bytes that were checked; the weights are mapped by
 onnxruntime from their path, so replace a bundle by renaming a new folder over it, never by writing into it.
+`open` does all of it; `look` leaves to the caller what it does not need, or does beside other work.
 """
 
 from __future__ import annotations
@@ -63,30 +64,49 @@ class BundleNotFoundError(InputError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """A folder whose files were checked. `graphs` holds the very bytes that the audit has seen."""
+    """A folder of which nothing is used unchecked: graphs and small files are the very bytes that were checked."""
 
     path: Path
     manifest: Manifest
     checked: bool  # the sha256 sums too
-    graphs: dict[str, bytes]  # by role: "encode", "prefill", "decode", "select", "sample"
-    summaries: dict[str, GraphSummary]
+    _graphs: dict[str, tuple[bytes, GraphSummary]]  # those that were asked for
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, check: bool = True) -> Bundle:
-        """Open a folder. `check=False` skips only the sha256 sums (0.7 s a GiB), not sizes, names or graphs."""
+    def look(cls, path: str | os.PathLike[str], *, check: bool = True) -> Bundle:
+        """The manifest, and whether the folder has its files. The rest is checked when it is asked for."""
         folder = Path(path)
         manifest = _read_manifest(folder)
         _check_listing(folder, manifest)
-        if check:
-            for name, info in manifest.files.items():
-                if file_info(folder / name).sha256 != info.sha256:
-                    raise BundleError(f"{folder / name} was changed after the export (its sha256 differs)")
-        graphs, summaries = {}, {}
-        weights = manifest.files.get(WEIGHTS)
-        for role, graph in manifest.graphs.items():
-            graphs[role] = _read(folder / graph.file, manifest.files[graph.file], check=check)
-            summaries[role] = audit_graph(graphs[role], graph, weights.size if weights else 0)
-        return cls(path=folder, manifest=manifest, checked=check, graphs=graphs, summaries=summaries)
+        return cls(path=folder, manifest=manifest, checked=check, _graphs={})
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, check: bool = True) -> Bundle:
+        """All is checked. `check=False` skips only the sha256 sums (0.7 s a GiB), not sizes, names or graphs."""
+        bundle = cls.look(path, check=check)
+        bundle.check_sums()
+        for role in bundle.manifest.graphs:
+            bundle.graph(role)
+        return bundle
+
+    def check_sums(self) -> None:
+        """Every file's sha256, unless the bundle was opened with `check=False`."""
+        for name, info in self.manifest.files.items() if self.checked else ():
+            if file_info(self.path / name).sha256 != info.sha256:
+                raise BundleError(f"{self.path / name} was changed after the export (its sha256 differs)")
+
+    def graph(self, role: str) -> bytes:
+        """An audited graph: "encode", "prefill", "decode", "select" or "sample"."""
+        return self._audited(role)[0]
+
+    def summary(self, role: str) -> GraphSummary:
+        return self._audited(role)[1]
+
+    def _audited(self, role: str) -> tuple[bytes, GraphSummary]:
+        if role not in self._graphs:
+            graph, weights = self.manifest.graphs[role], self.manifest.files.get(WEIGHTS)
+            data = _read(self.path / graph.file, self.manifest.files[graph.file], check=self.checked)
+            self._graphs[role] = data, audit_graph(data, graph, weights.size if weights else 0)
+        return self._graphs[role]
 
     def read(self, name: str) -> bytes | None:
         """One of the small files, e.g. `tokenizer.json`; None when the bundle has none."""

@@ -8,6 +8,7 @@ and then kept: a further render takes under a millisecond.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
@@ -140,9 +141,12 @@ class _Worker:
         self._process = subprocess.Popen(  # noqa: S603 (our own file, no shell)
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
         )
-        self._ask(None, START_SECONDS)
+        self._is_ready = False
 
     def render(self, source: str, variables: dict[str, Any]) -> dict[str, str]:
+        if not self._is_ready:
+            self._ask(None, START_SECONDS)
+            self._is_ready = True
         return self._ask({"template": source, "variables": variables}, RENDER_SECONDS)
 
     def close(self) -> None:
@@ -175,6 +179,13 @@ class _WorkerDiedError(Exception):
 
 _worker: _Worker | None = None
 _lock = threading.Lock()
+
+
+def start_worker() -> None:
+    """Begin to start the process, for who knows that a chat will come and has other work meanwhile."""
+    global _worker  # noqa: PLW0603 (one a process, whatever the number of models)
+    with _lock, contextlib.suppress(OSError):  # the first render says what is wrong
+        _worker = _worker or _Worker()
 
 
 def _render(source: str, variables: dict[str, Any]) -> str:

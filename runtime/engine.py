@@ -56,10 +56,10 @@ class Graphs:
         self._sessions: dict[str, Session] = {}
         self._lock = threading.Lock()
         for role in ("encode", "prefill"):  # what every input goes through; a fault shows at once
-            if role in bundle.graphs:
+            if role in bundle.manifest.graphs:
                 self.session(role)
         # choose the next token where the logits are; on the CPU numpy does it
-        chooses = device.kind == "cuda" and {"select", "sample"} <= bundle.graphs.keys()
+        chooses = device.kind == "cuda" and {"select", "sample"} <= bundle.manifest.graphs.keys()
         self.chooser = open_chooser(bundle, device) if chooses else None
 
     @property

@@ -35,7 +35,7 @@ def estimate_memory(bundle: Bundle) -> MemoryEstimate:
         sizes[state.growth] += count * ITEM_SIZES[state.dtype]
     per_token = sizes["append"] + sizes["capacity"]
     # single sequences are decoded with the prefill graph too: engine.Graphs
-    used = [bundle.summaries[role] for role in ("encode", "prefill") if role in bundle.summaries]
+    used = [bundle.summary(role) for role in ("encode", "prefill") if role in manifest.graphs]
     return MemoryEstimate(
         weights=weights.size if weights else 0,
         packed=sum(summary.packable_bytes for summary in used),

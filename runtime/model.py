@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .. import InputError
 from .apply import Outputs, apply_decoder, apply_encoder, apply_encoder_decoder
+from .beside import Beside
 from .bundle import Bundle
 from .chat import ChatTemplate, Message
 from .devices import Device, DeviceName, choose_device
@@ -48,19 +49,23 @@ def load(
     """
     if threads is not None and not 1 <= threads <= 1024:  # onnxruntime would make them all, however many
         raise InputError(f"threads is {threads}; it must be 1 to 1024")
-    bundle = Bundle.open(path, check=check)
-    return Model(bundle, Graphs(bundle, choose_device(device, bundle), threads=threads))
+    bundle = Bundle.look(path, check=check)
+    beside = Beside(lambda: _check_and_read_tokenizer(bundle))
+    try:
+        graphs = Graphs(bundle, choose_device(device, bundle), threads=threads)
+    finally:
+        tokenizer = beside.result()  # if something failed, a changed file is the better explanation
+    return Model(bundle, graphs, tokenizer)
 
 
 class Model:
     """A bundle on a device. Thread-safe; several generations may run at once, each with its own cache."""
 
-    def __init__(self, bundle: Bundle, graphs: Graphs) -> None:
+    def __init__(self, bundle: Bundle, graphs: Graphs, tokenizer: Tokenizer | None) -> None:
         self.bundle = bundle
         self.manifest: Manifest = bundle.manifest
         self.device: Device = graphs.device
-        tokenizer = bundle.read("tokenizer.json")
-        self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
+        self.tokenizer = tokenizer
         self.template = _make_template(bundle, self.tokenizer)
         self._reader = InputReader(bundle.manifest, self.tokenizer)
         self._graphs: Graphs | None = graphs
@@ -320,6 +325,13 @@ class Model:
         for row in rows:
             check_ids(row, "the target (with its start token)", vocab_size, self.manifest.max_context)
         return rows
+
+
+def _check_and_read_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """What takes long while a session is made. The sums first: they need Python's lock least, and so hold nobody up."""
+    bundle.check_sums()
+    data = bundle.read("tokenizer.json")
+    return None if data is None else Tokenizer(data)
 
 
 def _make_template(bundle: Bundle, tokenizer: Tokenizer | None) -> ChatTemplate | None:

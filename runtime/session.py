@@ -45,7 +45,7 @@ class Session:
         options = _session_options(self.ort, bundle.path, device, threads)
         try:
             self._session = run_interruptible(
-                lambda: make_session(bundle.graphs[role], options, device),
+                lambda: make_session(bundle.graph(role), options, device),
                 cancel=lambda: options.set_load_cancellation_flag(True),
             )
             if device.kind == "cuda":

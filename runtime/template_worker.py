@@ -1,7 +1,8 @@
 """Renders chat templates in a process of its own; `chat.py` starts it and speaks with it over pipes.
 
 Jinja's sandbox stops code, not CPU or memory: two nested loops or a doubling string would hang or exhaust
-the whole program. Here they end this process. It imports only jinja2 and the standard library.
+the whole program. Here they end this process. It imports only jinja2 and the standard library, and `chat.py`,
+which shares the reading and writing of messages, not even jinja2.
 
 A message, either way, is 8 bytes of length and that much JSON.
 """
@@ -9,105 +10,17 @@ A message, either way, is 8 bytes of length and that much JSON.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import runpy
 import signal
 import struct
 import sys
-from datetime import datetime
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
-
-import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import jinja2.utils
 
 MEMORY = 512 << 20  # bytes of address space
 CPU_SECONDS = 4  # for a render that outlives its parent
-OUTPUT = 4_000_000  # characters
-
-
-class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class PublicNamespace(jinja2.utils.Namespace):
-    """namespace() without attributes that begin with an underscore: they lead to Python's internals."""
-
-    def __init__(self, *entries: Any, **more: Any) -> None:
-        attributes = dict(*entries, **more)
-        for name in attributes:
-            check_public(name)
-        super().__init__(attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        check_public(name)
-        super().__setitem__(name, value)
-
-
-def check_public(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
-
-
-def make_environment() -> jinja2.Environment:
-    """As transformers has it, so that checkpoints' templates render the same."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace, dict=make_dict
-    )
-    return environment
-
-
-def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def strftime_now(format: str) -> str:  # noqa: A002 (the name that templates may use)
-    return datetime.now().strftime(format)  # noqa: DTZ005 (the user's own day)
-
-
-def make_dict(*entries: Any, **more: Any) -> dict[Any, Any]:
-    return dict(*entries, **more)
-
-
-@functools.lru_cache(maxsize=4)
-def compile_template(source: str) -> jinja2.Template:
-    return make_environment().from_string(source)
-
-
-def render(source: str, variables: dict[str, Any]) -> str:
-    parts, size = [], 0
-    for part in compile_template(source).generate(**variables):
-        size += len(part)
-        if size > OUTPUT:
-            raise jinja2.TemplateError(f"it gives more than {OUTPUT} characters")
-        parts.append(part)
-    return "".join(parts)
 
 
 def limit_process() -> None:
@@ -138,7 +51,7 @@ def write_message(stream: BinaryIO, message: Any) -> None:
     stream.flush()
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+def serve(render: Callable[[str, dict[str, Any]], str], requests: BinaryIO, replies: BinaryIO) -> None:
     write_message(replies, {"ready": True})
     while (request := read_message(requests)) is not None:
         limit_cpu()
@@ -154,4 +67,5 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     limit_process()
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    sandbox = runpy.run_path(str(Path(__file__).with_name("template_sandbox.py")))  # it is no package's part here
+    serve(sandbox["render"], sys.stdin.buffer, sys.stdout.buffer)

@@ -7,7 +7,7 @@ that should be single, and bytes that end early are errors. Payloads are views: 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,8 @@ Value = int | float | str | memoryview
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _SINGLE = {"int", "float", "text", "bytes", "message"}
+_INTS, _FLOATS, _TEXTS = {"int", "ints"}, {"float", "floats"}, {"text", "texts"}
+_VIEWS = {"bytes", "message", "messages"}
 
 
 class WireError(Exception):
@@ -66,7 +68,7 @@ def read_message(data: memoryview, schema: Schema, what: str) -> Message:
         found, position = _payload(data, position, wire, what)
         if kind in _SINGLE and name in values:
             raise WireError(f"{what} holds {name} twice")
-        values.setdefault(name, []).extend(_convert(found, wire, kind, f"{what}, {name}"))
+        values.setdefault(name, []).extend(_convert(found, wire, kind, what, name))
     return Message(values)
 
 
@@ -84,30 +86,38 @@ def _payload(data: memoryview, position: int, wire: int, what: str) -> tuple[int
     return data[position : position + size], position + size
 
 
-def _convert(found: int | memoryview, wire: int, kind: Kind, what: str) -> Iterator[Value]:
-    if kind in {"int", "ints"} and isinstance(found, int):
-        yield _signed(found)
-    elif kind == "ints" and wire == _LENGTH and isinstance(found, memoryview):  # packed
-        position = 0
-        while position < len(found):
-            value, position = _varint(found, position)
-            yield _signed(value)
-    elif kind in {"float", "floats"} and wire == _FIXED32 and isinstance(found, memoryview):
-        yield struct.unpack("<f", found)[0]
-    elif kind == "floats" and wire == _LENGTH and isinstance(found, memoryview) and len(found) % 4 == 0:
-        yield from struct.unpack(f"<{len(found) // 4}f", found)
-    elif kind in {"text", "texts"} and wire == _LENGTH and isinstance(found, memoryview):
-        try:
-            yield str(found, "utf-8")
-        except UnicodeDecodeError as error:
-            raise WireError(f"{what} is not UTF-8") from error
-    elif kind in {"bytes", "message", "messages"} and wire == _LENGTH and isinstance(found, memoryview):
-        yield found
-    else:
-        raise WireError(f"{what} has wire type {wire}")
+def _convert(found: int | memoryview, wire: int, kind: Kind, what: str, name: str) -> Sequence[Value]:
+    if isinstance(found, int):
+        if kind in _INTS:
+            return (_signed(found),)
+    elif wire == _LENGTH:
+        if kind in _VIEWS:
+            return (found,)
+        if kind in _TEXTS:
+            try:
+                return (str(found, "utf-8"),)
+            except UnicodeDecodeError as error:
+                raise WireError(f"{what}, {name} is not UTF-8") from error
+        if kind == "ints":
+            return _packed_ints(found)
+        if kind == "floats" and len(found) % 4 == 0:
+            return struct.unpack(f"<{len(found) // 4}f", found)
+    elif wire == _FIXED32 and kind in _FLOATS:
+        return struct.unpack("<f", found)
+    raise WireError(f"{what}, {name} has wire type {wire}")
+
+
+def _packed_ints(found: memoryview) -> list[int]:
+    values, position = [], 0
+    while position < len(found):
+        value, position = _varint(found, position)
+        values.append(_signed(value))
+    return values
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    if position < len(data) and data[position] < 0x80:  # nearly all
+        return data[position], position + 1
     value = shift = 0
     while shift < 70:  # ten bytes hold 64 bits
         if position >= len(data):

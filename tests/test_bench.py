@@ -75,7 +75,7 @@ def matrix_bytes() -> int:
 def test_costs_are_those_of_the_matrices():
     found = Bundle.open(exported()[0])
     for role in ("prefill", "decode"):
-        costs = graph_costs(found.graphs[role], VOCAB)
+        costs = graph_costs(found.graph(role), VOCAB)
         assert costs.head == 2 * 64 * VOCAB
         assert costs.body + costs.head == matrix_bytes() // 4 * 2
         norms = 4 * 64 * (2 * 3 + 1)
@@ -88,8 +88,8 @@ def test_costs_are_those_of_the_matrices():
 def test_costs_of_the_portable_target_are_the_same(tmp_path):
     export(str(checkpoint()), tmp_path / "portable", ExportOptions(target="portable", verify=False))
     portable = Bundle.open(tmp_path / "portable")
-    ours = graph_costs(Bundle.open(exported()[0]).graphs["decode"], VOCAB)
-    theirs = graph_costs(portable.graphs["decode"], VOCAB)
+    ours = graph_costs(Bundle.open(exported()[0]).graph("decode"), VOCAB)
+    theirs = graph_costs(portable.graph("decode"), VOCAB)
     assert (theirs.body, theirs.head) == (ours.body, ours.head)
     assert theirs.weight_bytes == pytest.approx(ours.weight_bytes, rel=0.2)
 
@@ -98,7 +98,7 @@ def test_costs_of_the_portable_target_are_the_same(tmp_path):
 def test_the_products_of_an_lstm_are_counted(tmp_path):
     export("preset:lstm", tmp_path / "lstm", ExportOptions(verify=False))
     found = Bundle.open(tmp_path / "lstm")
-    costs = graph_costs(found.graphs["decode"], 96)
+    costs = graph_costs(found.graph("decode"), 96)
     assert costs.body == 2 * 2 * (2 * 4 * 48 * 48)  # two layers, four gates, from the input and the state
     assert costs.head == 2 * 48 * 96
     assert state_bytes(found.manifest, 5) == state_bytes(found.manifest, 500) == 4 * 2 * 2 * 48

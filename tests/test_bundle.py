@@ -59,7 +59,7 @@ def rewrite(folder: Path, change) -> None:
 def test_a_whole_bundle_opens(folder):
     bundle = Bundle.open(folder)
     assert bundle.manifest.vocab_size == 320
-    assert bundle.summaries["decode"].ops["com.microsoft.GroupQueryAttention"] == 2
+    assert bundle.summary("decode").ops["com.microsoft.GroupQueryAttention"] == 2
     assert bundle.read("config.json") == b"{}\n"
     assert bundle.read("nothing.json") is None
 
