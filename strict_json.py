@@ -73,7 +73,7 @@ def _decode_record(kind: type[object], data: object, place: str) -> object:
 
 
 @functools.cache
-def _hints(kind: type[object]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     """The types of a record's fields, in their order."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(cast("Any", kind))}

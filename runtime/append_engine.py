@@ -26,6 +26,8 @@ _Value = tuple[Any, Array | None]  # an OrtValue, and the array whose memory it 
 
 
 class AppendEngine:
+    drafted = accepted = 0
+
     def __init__(self, graphs: Graphs, batch: int, encoded: Encoded | None = None) -> None:
         self.lengths = [0] * batch
         self._graphs = graphs

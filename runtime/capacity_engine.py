@@ -32,6 +32,7 @@ class _Step:
         self._new: npt.NDArray[Any] = np.zeros((batch, 1, *wiring.tail), wiring.dtype)
         self._positions: IntArray = np.zeros((batch, 1), np.int64)
         self._mask: IntArray = np.ones(batch * (capacity + 1), np.int64)  # a step's mask is its front
+        self._mask_address = self._mask.ctypes.data
         self._bind()
 
     def _bind(self) -> None:
@@ -47,16 +48,16 @@ class _Step:
         if "attention_mask" not in self._takes:
             return
         batch, total = len(lengths), max(lengths) + 1
-        if (
-            batch > 1
-        ):  # (B, total): each row's past, zeros, and the new token, whose column is the last in every row
+        if batch > 1:  # each row's past, zeros, and the new token, whose column is the last in every row
             mask = self._mask[: batch * total].reshape(batch, total)
             mask[:, :-1] = np.arange(total - 1) < self._positions
             mask[:, -1] = 1
-        self.binding.host_input("attention_mask", self._mask, (batch, total))
+        self.binding.host_input("attention_mask", np.int64, (batch, total), self._mask_address)
 
 
 class CapacityEngine:
+    drafted = accepted = 0
+
     def __init__(self, graphs: Graphs, batch: int, expected: int) -> None:
         self._wiring = Wiring.of(graphs.manifest)
         if "num_logits_to_keep" not in graphs.prefill.takes and not self._wiring.last_only:
@@ -67,8 +68,8 @@ class CapacityEngine:
         self._axes = [state.axis for state in self._states]
         self._capacity = self._rounded(expected)
         self._buffers = [self._allocate(index, batch) for index in range(len(self._states))]
-        self._logits = DeviceBuffer((batch, 1, self._wiring.size), np.float32, graphs.device)
         self._step: _Step | None = None  # made anew when an address or the batch changes
+        self._make_logits(batch)
 
     @property
     def can_trim(self) -> bool:
@@ -87,7 +88,7 @@ class CapacityEngine:
         except BaseException:  # also Ctrl-C: what was written lies behind the old lengths and is never read
             self.lengths = before
             raise
-        return self._result()
+        return self._result
 
     def decode(self, tokens: Row) -> Logits:
         self._make_room([1] * len(self.lengths))
@@ -99,7 +100,7 @@ class CapacityEngine:
         self._step.set(tokens, self.lengths)
         session.run_briefly(self._step.binding)
         self.lengths = [length + 1 for length in self.lengths]
-        return self._result()
+        return self._result
 
     def score(self, row: Row, extras: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
         assert len(self.lengths) == 1
@@ -119,8 +120,8 @@ class CapacityEngine:
         for buffer, axis in zip(self._buffers, self._axes, strict=True):
             buffer.keep(axis, list(rows), self.lengths)
         self.lengths = [self.lengths[row] for row in rows]
-        self._logits = DeviceBuffer((len(rows), *self._logits.shape[1:]), np.float32, self._graphs.device)
         self._step = None
+        self._make_logits(len(rows))
 
     def trim(self, length: int) -> None:
         self.lengths = [min(length, old) for old in self.lengths]
@@ -189,9 +190,13 @@ class CapacityEngine:
             binding.input_with_default("num_logits_to_keep", np.asarray(1, np.int64))
         return binding
 
-    def _result(self) -> Logits:
-        logits = self._logits
+    def _make_logits(self, batch: int) -> None:
+        """The buffer that every run writes, and the face that the caller sees of it."""
+        logits = DeviceBuffer((batch, 1, self._wiring.size), np.float32, self._graphs.device)
+        self._logits = logits
+        self._result: Logits
         if self._graphs.chooser is None:
-            return HostLogits(logits.to_host()[:, 0])
-        shape = (logits.shape[0], logits.shape[2])
-        return DeviceLogits(logits.pointer, shape, lambda: logits.to_host()[:, 0], self._graphs.chooser)
+            self._result = HostLogits(logits.to_host()[:, 0])
+        else:
+            shape, read = (batch, self._wiring.size), lambda: logits.to_host()[:, 0]
+            self._result = DeviceLogits(logits.pointer, shape, read, self._graphs.chooser)

@@ -54,6 +54,8 @@ class StopTexts:
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to give out, and whether a stop text was met (nothing comes after it)."""
+        if not self._stops:
+            return text, False
         text = self._held + text
         places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
         if places:

@@ -50,10 +50,10 @@ class DeviceLogits:
     def numpy(self) -> FloatArray:
         return self.read()
 
-    def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    def greedy(self) -> tuple[list[int], list[bool]]:
         token, check = np.empty(self.shape[0], np.int64), np.empty(self.shape[0], np.float32)
         self._run(self.chooser.select, {}, {"token": token, "check": check})
-        return token, check == 0
+        return token.tolist(), (check == 0).tolist()
 
     @property
     def can_draw(self) -> bool:

@@ -19,7 +19,7 @@ from .bundle import Bundle
 from .device_choice import Drawn, open_chooser
 from .devices import Device
 from .manifest import BundleError, Manifest
-from .sampling import Draw, SamplingOptions
+from .sampling import Draw, SamplingOptions, is_finite
 from .session import NUMPY_DTYPES, Session
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class Logits(Protocol):
     def numpy(self) -> FloatArray:
         """(B, V) on the host; V is the outputs' size."""
 
-    def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """The largest logit's token (B,), and whether the row's logits are all finite (B,)."""
+    def greedy(self) -> tuple[list[int], list[bool]]:
+        """Of each row the largest logit's token, and whether all its logits are finite."""
 
     @property
     def can_draw(self) -> bool:
@@ -102,6 +102,8 @@ class Logits(Protocol):
 
 class Engine(Protocol):
     lengths: list[int]  # tokens of each row that are in the state
+    drafted: int  # tokens that were guessed and checked, by speculation
+    accepted: int  # of these, what was chosen
 
     @property
     def can_trim(self) -> bool: ...
@@ -179,10 +181,8 @@ class HostLogits:
     def numpy(self) -> FloatArray:
         return self.array
 
-    def greedy(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        with np.errstate(all="ignore"):
-            span = self.array.max(axis=1) - self.array.min(axis=1)  # NaN or infinite if anything is
-        return self.array.argmax(axis=1), np.asarray(np.isfinite(span))
+    def greedy(self) -> tuple[list[int], list[bool]]:
+        return [int(row.argmax()) for row in self.array], [is_finite(row) for row in self.array]
 
     @property
     def can_draw(self) -> bool:

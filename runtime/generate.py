@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from .. import TfmxError
 from .detokenizer import Detokenizer, StopTexts
 from .engine import Engine, Logits
 from .manifest import Manifest
-from .sampling import Choice, Sampler, SamplingOptions
-from .speculation import SpeculativeEngine
+from .sampling import Choice, Sampler, SamplingOptions, is_finite
 
 FinishReason = Literal["stop", "length"]
 
@@ -144,15 +142,30 @@ def run_rows(
     The engine holds the first `cached` tokens of a single row already. `source_tokens`: what an encoder has read.
     """
     prompt_tokens = source_tokens + sum(len(row.prompt_ids) for row in rows)
-    statistics = Statistics(prompt_tokens=prompt_tokens, cached_tokens=cached)
-    active, step = rows, 0
+    new_tokens = decode_tokens = step = 0
+    first_seconds = decode_seconds = 0.0
+    active = rows
+    choose = _choose_largest if options.only_argmax else _choose
     logits = engine.prefill([row.prompt_ids[cached:] for row in rows])
     while True:
-        choices = _choose(logits, active, options, step)
+        choices = choose(logits, active, options, step)
         results = [row.accept(choice.token_id) for row, choice in zip(active, choices, strict=True)]
-        statistics = _count(statistics, len(active), time.perf_counter() - started, step)
-        if isinstance(engine, SpeculativeEngine):
-            statistics = replace(statistics, drafted_tokens=engine.drafted, accepted_tokens=engine.accepted)
+        seconds = time.perf_counter() - started
+        new_tokens += len(active)
+        if step == 0:
+            first_seconds = seconds
+        else:
+            decode_seconds, decode_tokens = decode_seconds + seconds, decode_tokens + len(active)
+        statistics = Statistics(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached,
+            new_tokens=new_tokens,
+            time_to_first_token=first_seconds,
+            decode_seconds=decode_seconds,
+            decode_tokens=decode_tokens,
+            drafted_tokens=engine.drafted,
+            accepted_tokens=engine.accepted,
+        )
         for row, choice, (text, reason) in zip(active, choices, results, strict=True):
             yield _make_step(row, choice, text, reason, seed, statistics)
         started = time.perf_counter()
@@ -188,43 +201,30 @@ def collect_results(prompts: Sequence[npt.NDArray[Any]], steps: list[Step]) -> l
     return results
 
 
+def _choose_largest(logits: Logits, rows: list[Row], options: SamplingOptions, step: int) -> list[Choice]:  # noqa: ARG001 (as `_choose`)
+    tokens, finite = logits.greedy()
+    _check_finite(finite, rows, step)
+    return [Choice(token) for token in tokens]
+
+
 def _choose(logits: Logits, rows: list[Row], options: SamplingOptions, step: int) -> list[Choice]:
-    if options.only_argmax:
-        tokens, finite = logits.greedy()
-        _check_finite(finite, rows, step)
-        return [Choice(int(token)) for token in tokens]
     if logits.can_draw and options.logprobs is None:
         drawn = logits.draw([row.sampler.next_draw() for row in rows], options)
-        _check_finite(drawn.finite, rows, step)
+        _check_finite(drawn.finite.tolist(), rows, step)
         for row, token, logit in zip(rows, drawn.tokens, drawn.logits, strict=True):
             row.sampler.took(int(token), float(logit))
         return [Choice(int(token)) for token in drawn.tokens]
     array = logits.numpy()  # (B, V)
-    _check_finite(np.isfinite(array).all(axis=1), rows, step)
+    _check_finite([is_finite(values) for values in array], rows, step)
     return [row.sampler(values) for row, values in zip(rows, array, strict=True)]
 
 
-def _check_finite(finite: object, rows: list[Row], step: int) -> None:
-    flags = np.asarray(finite)
-    if flags.all():
-        return
-    for row, good in zip(rows, flags, strict=True):
+def _check_finite(finite: list[bool], rows: list[Row], step: int) -> None:
+    for row, good in zip(rows, finite, strict=True):
         if not good:
             raise NumericsError(
                 f"the logits of step {step} (row {row.index}) are not finite: the weights or the precision are at fault"
             )
-
-
-def _count(old: Statistics, tokens: int, seconds: float, step: int) -> Statistics:
-    new_tokens = old.new_tokens + tokens
-    if step == 0:
-        return replace(old, new_tokens=new_tokens, time_to_first_token=seconds)
-    return replace(
-        old,
-        new_tokens=new_tokens,
-        decode_seconds=old.decode_seconds + seconds,
-        decode_tokens=old.decode_tokens + tokens,
-    )
 
 
 def _make_step(

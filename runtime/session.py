@@ -121,10 +121,9 @@ class Binding:
         """A contiguous host array, used in place; onnxruntime copies it where the device is another one."""
         self.raw.bind_cpu_input(name, array)
 
-    def host_input(self, name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-        """The front of an array, in another shape; past onnxruntime's wrapper, for every step does it."""
-        self._kept[name] = array
-        self.raw._iobinding.bind_input(name, self._host, array.dtype.type, shape, array.ctypes.data)  # noqa: SLF001
+    def host_input(self, name: str, dtype: type[np.generic], shape: tuple[int, ...], address: int) -> None:
+        """Host memory that the caller keeps; past onnxruntime's wrapper, for every step does it."""
+        self.raw._iobinding.bind_input(name, self._host, dtype, shape, address)  # noqa: SLF001
 
     def input_with_default(self, name: str, array: npt.NDArray[Any]) -> None:
         """As `input`, for one that the graph also has an initializer for (`bind_cpu_input` does not find those)."""

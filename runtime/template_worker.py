@@ -67,5 +67,5 @@ def serve(render: Callable[[str, dict[str, Any]], str], requests: BinaryIO, repl
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     limit_process()
-    sandbox = runpy.run_path(str(Path(__file__).with_name("template_sandbox.py")))  # it is no package's part here
+    sandbox = runpy.run_path(str(Path(__file__).with_name("template_sandbox.py")))
     serve(sandbox["render"], sys.stdin.buffer, sys.stdout.buffer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
@@ -76,7 +76,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return str(_guard(lambda: self._raw.decode(list(token_ids), skip_special_tokens=skip_special)))
+        return str(_guard(self._raw.decode, token_ids, skip_special))
 
     def _check_specials(self, ids: Sequence[int], expected: list[int]) -> None:
         """The last guard: no special token may appear that was not meant."""
@@ -133,12 +133,12 @@ def _parse(text: str) -> RawTokenizer:
 
 
 def _encode(raw: RawTokenizer, text: str, add_special: bool) -> Any:
-    return _guard(lambda: raw.encode(text, add_special_tokens=add_special))
+    return _guard(raw.encode, text, None, False, add_special)  # no pair, not split into words
 
 
-def _guard(work: Any) -> Any:
+def _guard(work: Callable[..., Any], *arguments: object) -> Any:
     try:
-        return work()
+        return work(*arguments)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers' PanicException is no Exception

@@ -200,7 +200,7 @@ def test_a_stop_text_inside_a_draft_ends_the_answer_before_it(model, always, mon
     letters = tiny_tokenizer().encode("abcabcabc", add_special_tokens=False).ids
     path = iter(letters * 2)
     monkeypatch.setattr(
-        generate, "_choose", lambda logits, *_: [Choice(next(path))] if logits.greedy() else []
+        generate, "_choose_largest", lambda logits, *_: [Choice(next(path))] if logits.greedy() else []
     )
     guess_with(monkeypatch, Oracle(letters * 2))
     always[:] = [8]
