@@ -38,7 +38,7 @@ def _decode(kind: Any, data: object, place: str) -> object:
     if kind is Any:
         return data
     if is_dataclass(kind):
-        return _decode_record(cast("type[object]", kind), data, place)
+        return _decode_record(kind, data, place)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in {Union, types.UnionType}:
         return _decode_union(arguments, data, place)
@@ -60,7 +60,7 @@ def _decode(kind: Any, data: object, place: str) -> object:
     return _expect(kind, data, place)
 
 
-def _decode_record(kind: type[object], data: object, place: str) -> object:
+def _decode_record(kind: Any, data: object, place: str) -> object:
     entries = _expect(dict, data, place)
     hints = _hints(kind)
     for name in hints:
@@ -76,7 +76,7 @@ def _decode_record(kind: type[object], data: object, place: str) -> object:
 def _hints(kind: Any) -> dict[str, Any]:
     """The types of a record's fields, in their order."""
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(cast("Any", kind))}
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _decode_union(choices: tuple[Any, ...], data: object, place: str) -> object:
