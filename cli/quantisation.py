@@ -20,7 +20,7 @@ class Quantisation(TypedDict):
     quant: Literal["int8", "int4"] | None
     quant_block: str
     quant_zero_points: bool | None
-    quant_round: Literal["search", "nearest"]
+    quant_round: Literal["smooth", "search", "nearest"]
     quant_mixed: bool
     quant_skip: tuple[str, ...]
     quant_activations: Literal["int8", "float"]
@@ -50,16 +50,17 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--quant-round",
-            type=click.Choice(["search", "nearest"]),
-            default="search",
+            type=click.Choice(["smooth", "search", "nearest"]),
+            default="smooth",
             show_default=True,
-            help="search: the scale of each block that loses least. nearest: the one that spans it.",
+            help="nearest: a block's scale spans it. search: the scale that loses least. smooth: search, after large "
+            "channels were evened out between activations and weights (decoders of tokens; else as search).",
         ),
         click.option(
             "--calibrate",
             type=click.Path(path_type=Path),
             metavar="TEXT",
-            help="Round for what the model computes on this text (GPTQ), a few thousand words.  [default: no text]",
+            help="Round for what the model computes on this text (smooth, then GPTQ), a few thousand words.  [default: no text]",
         ),
         click.option(
             "--quant-mixed", is_flag=True, help="Embedding, head, first and last layer keep 8 bits."

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from ..tfm_model.blocks import BlockFormat, Blocks
 from ..tfm_model.config import ModelConfig
-from ..tfm_model.layers import Linear, Reads
+from ..tfm_model.layers import Linear
 from ..tfm_model.transformer import Block, Transformer
-from .arithmetic import EXACT
 from .gptq import CalibrationError, round_gptq
+from .layer_walk import LayerWalk, Ranges
 from .progress import Progress
-from .reference import DecoderReference
 from .rounding import round_search
 
 WINDOW = 512  # tokens that see each other
@@ -27,7 +26,6 @@ TOKENS = 16384  # that are looked at, if the text has as many
 LEAST_TOKENS = 2048
 
 Formats = Callable[[str], BlockFormat | None]  # of a matrix by its name; None: it stays as it is
-Ranges = tuple[Tensor, Tensor]  # the largest magnitudes of keys (turned) and values, (H_kv, D) each
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +61,15 @@ def calibrate(
     progress: Progress,
 ) -> Calibration:
     """Of a decoder that is stamped (see `can_stamp`). The embedding, if it is no head too, is rounded by search."""
-    reference, found = DecoderReference(config, torch.float32, read), Calibration()
+    walk, found = LayerWalk(config, read, windows), Calibration()
     progress.stage("calibrating", config.n_layers + 1)
-    ends = reference._part(0, torch.float32, EXACT)  # noqa: SLF001 (the gate reads a layer at a time, as this does)
-    places = torch.arange(windows.shape[1])[None]
-    hidden = [ends.embedding(row[None], places) for row in windows]  # (1, T, width) each
-    reads = Reads(torch.ones_like(places), places, ends.rotary(places))
-    for layer in range(config.n_layers):
-        block = reference._part(layer + 1, torch.float32, EXACT).blocks[0]  # noqa: SLF001 (as above)
-        assert isinstance(block, Block)
+    for layer, block in walk:
         wanted = _linears(block, layer, formats)
         if wanted:
-            found.blocks.update(_round_linears(block, wanted, hidden, reads))
-        hidden, ranges = _run(block, hidden, reads)
-        found.ranges.append(ranges)
+            found.blocks.update(_round_linears(walk, block, wanted))
+        found.ranges.append(walk.run(block))
         progress.advance()
-    found.blocks.update(_round_ends(ends, hidden, formats))
+    found.blocks.update(_round_ends(walk.ends, walk.hidden, formats))
     progress.advance()
     return found
 
@@ -95,7 +86,7 @@ def _linears(block: Block, layer: int, formats: Formats) -> dict[str, tuple[Line
 
 
 def _round_linears(
-    block: Block, wanted: dict[str, tuple[Linear, BlockFormat]], hidden: Sequence[Tensor], reads: Reads
+    walk: LayerWalk, block: Block, wanted: dict[str, tuple[Linear, BlockFormat]]
 ) -> dict[str, Blocks]:
     """And leaves the rounded weights in the block."""
     moments = {
@@ -105,7 +96,7 @@ def _round_linears(
         module.register_forward_pre_hook(lambda _, args, name=name: _add_moments(moments[name], args[0]))
         for name, (module, _) in wanted.items()
     ]
-    _run(block, hidden, reads)
+    walk.look(block)
     for hook in hooks:
         hook.remove()
     rounded = {}
@@ -118,16 +109,6 @@ def _round_linears(
 def _add_moments(total: Tensor, x: Tensor) -> None:
     flat = x.flatten(0, -2)
     total.addmm_(flat.T, flat)
-
-
-def _run(block: Block, hidden: Sequence[Tensor], reads: Reads) -> tuple[list[Tensor], Ranges]:
-    outputs, tops = [], []
-    for x in hidden:
-        y, (key, value), _ = block(x, reads, [])
-        outputs.append(y)
-        tops.append([part.abs().amax(dim=(0, 2)) for part in (key, value)])  # (H_kv, D) each
-    keys, values = (torch.stack(parts).amax(dim=0) for parts in zip(*tops, strict=True))
-    return outputs, (keys, values)
 
 
 def _round_ends(ends: Transformer, hidden: Sequence[Tensor], formats: Formats) -> dict[str, Blocks]:

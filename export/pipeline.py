@@ -45,7 +45,8 @@ from .publish import published
 from .quality_windows import read_text
 from .quantiser import Numbers
 from .recipe import Quant, describe, parse_layout
-from .source import Graphs, Maps, Source, open_source
+from .shown_layers import Maps
+from .source import Graphs, Source, open_source
 from .stitch import GRAPHS_OF_KIND
 from .stored import StoredMatrices
 from .weights import WEIGHTS_FILE, distinct, link_weights, write_weights
@@ -104,6 +105,8 @@ def export_model(
     progress = progress or Silent()
     with published(out) as folder:
         wanted = numbers(model, options)
+        if options.quant is not None and options.quant.smooths:
+            model = model.smoothed(wanted, progress)
         graphs = model.graphs(options.target, options.opset, progress, wanted)
         if model.signature.generates:
             graphs.models["select"] = select_graph(model.signature.outputs.size, options.opset)
@@ -127,14 +130,15 @@ def numbers(model: Source, options: ExportOptions) -> Numbers:
     if options.kv == "int8" and model.growth(options.target) != "capacity":
         raise kv_error(options.target)
     path = None if options.quant is None else options.quant.calibrate
-    if path is None and options.kv != "int8":
+    smooths = options.quant is not None and options.quant.smooths and model.can_be_smoothed
+    if path is None and options.kv != "int8" and not smooths:
         return Numbers(quant=options.quant)
     windows = calibration_windows(_calibration_ids(model, path), model.max_context)
     return Numbers(quant=options.quant, kv=options.kv, windows=windows)
 
 
 def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
-    """The tokens of a text; a model that has no tokenizer shows the ranges of its cache on random ones."""
+    """The tokens of a text; a model that has no tokenizer shows its ranges on random ones."""
     tokenizer, vocab_size = model.texts.get("tokenizer.json"), model.signature.vocab_size
     if tokenizer is not None:
         text = read_text(str(CALIBRATION_TEXT if path is None else path))
@@ -166,7 +170,15 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
         activations=manifest.quant.activations if manifest.quant else "float",
         kv="int8" if any(state.dtype == "int8" for state in manifest.state) else "float",
     )
-    return run_gate(bundle.path, model, manifest.target, layouts, arithmetic, progress or Silent())
+    return run_gate(
+        bundle.path,
+        model,
+        manifest.target,
+        layouts,
+        arithmetic,
+        progress or Silent(),
+        evened_out=manifest.quant is not None and manifest.quant.rounding in {"smooth", "gptq"},
+    )
 
 
 def run_gate(
@@ -176,10 +188,17 @@ def run_gate(
     layouts: Mapping[str, BlockLayout],
     arithmetic: Arithmetic,
     progress: Progress,
+    *,
+    evened_out: bool = False,
 ) -> Parity:
-    """Against PyTorch over the weights as they are stored; where graphs round on the way, without that, and with it."""
+    """Against PyTorch over the weights as they are stored; where graphs round on the way, without that, and with it.
+
+    `evened_out`: the bundle's weights are, the model's are not.
+    """
     kinds, growth = GRAPHS_OF_KIND[model.signature.kind], model.growth(target)
     stored = StoredMatrices(folder, kinds, layouts, target)
+    if evened_out:
+        model = model.smoothed_as(stored, progress)
     stored.check(model.weight)
     reference = model.reference(stored)
     gate = Gate(reference, progress)
@@ -219,7 +238,7 @@ def make_manifest(
         kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
-        quant=_quant_info(options, graphs.layouts),
+        quant=_quant_info(options, graphs.layouts, can_be_smoothed=model.can_be_smoothed),
         opset=options.opset,
         inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
         outputs=OutputInfo(
@@ -252,13 +271,16 @@ def make_manifest(
     )
 
 
-def _quant_info(options: ExportOptions, layouts: Mapping[str, BlockLayout]) -> QuantInfo | None:
+def _quant_info(
+    options: ExportOptions, layouts: Mapping[str, BlockLayout], *, can_be_smoothed: bool
+) -> QuantInfo | None:
     quant = options.quant
     if quant is None:
         return None
+    rounding = "search" if quant.rounding == "smooth" and not can_be_smoothed else quant.rounding
     return QuantInfo(
         weights="int4" if quant.bits == 4 else "int8",
-        rounding="gptq" if quant.calibrate is not None else quant.rounding,
+        rounding="gptq" if quant.calibrate is not None else rounding,
         activations=quant.activations if options.target == "ort" else "float",
         matrices={name: describe(layout) for name, layout in layouts.items()},
     )

@@ -13,8 +13,9 @@ from ..tfm_model.protocol import ExportableModule
 from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
 from .own_module import ModuleError, OwnModule, build_module, check_spec
+from .shown_layers import Layers
 from .signature import token_signature
-from .source import Layers, Source, check_context, checkpoint_source
+from .source import Source, check_context, checkpoint_source
 from .whole import WholeSource
 
 

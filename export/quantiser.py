@@ -17,7 +17,8 @@ from .rounding import round_nearest, round_search
 
 _ROUND: dict[Rounding, Callable[[Tensor, BlockFormat, str], Blocks]] = {
     "nearest": round_nearest,
-    "search": lambda matrix, format_, name: round_search(matrix, format_, name=name),
+    "search": round_search,
+    "smooth": round_search,
 }
 
 

@@ -13,7 +13,7 @@ from ..tfm_model.blocks import Bits, BlockFormat, BlockSize, LazyBlocks
 from .arithmetic import Activations
 from .layout import BlockLayout
 
-Rounding = Literal["nearest", "search"]
+Rounding = Literal["nearest", "search", "smooth"]
 ENDS = (
     "embed.weight",
     "head.weight",
@@ -25,7 +25,9 @@ class Quant:
     bits: Bits
     block: BlockSize = 32
     zero_points: bool = False  # an integer zero point a block; else symmetric
-    rounding: Rounding = "search"
+    rounding: Rounding = (
+        "smooth"  # as search, after channels were evened out where that can be (smoothing.py)
+    )
     mixed: bool = False  # embedding, head, first and last layer at 8 bits
     skip: tuple[str, ...] = ()  # patterns of names that stay as they are
     again: bool = False  # blocks that the checkpoint has already are rounded once more
@@ -56,6 +58,10 @@ class Quant:
                 "--calibrate has nothing to round: the checkpoint's blocks are taken over exactly; add --requantise"
             )
         return found
+
+    @property
+    def smooths(self) -> bool:
+        return self.rounding == "smooth" or self.calibrate is not None
 
     def keeps(self, blocks: LazyBlocks | None) -> bool:
         """Whether a checkpoint's own blocks are taken over as they are: of the size that was asked for."""

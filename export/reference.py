@@ -167,7 +167,7 @@ class DecoderReference:
         sample: int = 0,  # noqa: ARG002 - there is one
         arithmetic: Arithmetic = EXACT,
     ) -> list[CaseOutputs]:
-        ends = self._part(0, dtype, arithmetic)  # embedding, tables and head
+        ends = self.part(0, dtype, arithmetic)  # embedding, tables and head
         hidden = [
             [ends.embedding(*map(torch.from_numpy, (run.inputs, run.position_ids))) for run in case.runs]
             for case in cases
@@ -175,7 +175,7 @@ class DecoderReference:
         results = [CaseOutputs(states=[[] for _ in case.runs]) for case in cases]
         maps: list[list[list[Array]]] = [[[] for _ in case.runs] for case in cases]
         for layer in range(self.config.n_layers):
-            block = self._part(layer + 1, dtype, arithmetic).blocks[0]
+            block = self.part(layer + 1, dtype, arithmetic).blocks[0]
             assert isinstance(block, Block)
             for case, xs, result, found in zip(cases, hidden, results, maps, strict=True):
                 self._run_block(layer, block, ends, case, pasts, xs, result, found)
@@ -210,7 +210,7 @@ class DecoderReference:
             result.states[index] += [written(t, s, run) for t, s in zip(state, states, strict=True)]
             maps[index] += [by_element(np.asarray(part.numpy()), run) for part in weights if part is not None]
 
-    def _part(self, part: int, dtype: torch.dtype, arithmetic: Arithmetic) -> Transformer:
+    def part(self, part: int, dtype: torch.dtype, arithmetic: Arithmetic) -> Transformer:
         """Part 0 is the model without its layers; part n has layer n-1 and nothing else."""
         layer = max(part - 1, 0)
         config = replace(

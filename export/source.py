@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Protocol
 
 import onnx_ir as ir
 import torch
@@ -21,7 +20,7 @@ from ..tfm_model.checkpoint import (
     read_finite,
     read_finite_blocks,
 )
-from ..tfm_model.config import AttentionConfig, ConfigError, HeadConfig, ModelConfig, TokenInputs
+from ..tfm_model.config import AttentionConfig, HeadConfig, ModelConfig, TokenInputs
 from ..tfm_model.inputs import position_table
 from ..tfm_model.presets import PRESET, preset_checkpoint
 from ..tfm_model.rotary import rotary_tables
@@ -32,13 +31,15 @@ from .arithmetic import kv_error
 from .cache_scales import cache_scales
 from .calibrate import Calibration, calibrate
 from .downstream import downstream_texts
-from .layout import BlockLayout, Target, shared_name
-from .lower_basic import COLUMNS, dims
+from .layout import BlockLayout, Target
+from .lower_basic import COLUMNS
 from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .recipe import Matrix
 from .reference import DecoderReference, Reference
+from .shown_layers import Layers, with_attentions
 from .signature import Signature, model_signature
+from .smoothing import find_smoothing, recover_smoothing
 from .stitch import (
     GRAPHS_OF_KIND,
     POSITION_TABLE,
@@ -49,21 +50,10 @@ from .stitch import (
 )
 from .stored import StoredMatrices
 from .trace import trace_decoder
-from .weights import StoredTensor, torch_dtype
+from .weights import StoredTensor, stored_tensors, torch_dtype
 
 POSITIONS = "embed.positions.weight"  # a table of positions, not of tokens
 MIN_CONTEXT = 2  # a prompt of one token, and one answer
-
-
-@dataclass(frozen=True, slots=True)
-class Maps:
-    """Layers whose attention weights are outputs: the model's own, and its encoder's."""
-
-    own: tuple[int, ...]
-    encoder: tuple[int, ...]
-
-
-Layers = tuple[int, ...] | Literal["all"] | Maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +73,19 @@ class Source(Protocol):
     model_info: dict[str, object]
     generation: GenerationDefaults
     texts: dict[str, str]  # small files of the bundle: tokenizer.json, chat_template.jinja, config.json
+    can_be_smoothed: bool
 
     def digests(self) -> dict[str, FileInfo]: ...
 
     def growth(self, target: Target) -> str: ...
 
     def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs: ...
+
+    def smoothed(self, numbers: Numbers, progress: Progress) -> Source:
+        """The same model, its channels evened out where matrices are to be rounded (if it can be)."""
+
+    def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> Source:
+        """The same model, evened out as a bundle of it was."""
 
     def weight(self, name: str) -> torch.Tensor | None:
         """A matrix (out, in) as the source has it, in float32; None if it has none of that name."""
@@ -149,29 +146,10 @@ def filled(checkpoint: Checkpoint) -> Transformer:
     return model
 
 
-def with_attentions(config: ModelConfig, layers: Layers) -> ModelConfig:
-    """The same with these layers' attention weights as outputs; of an encoder too, where it has such a layer."""
-    if not layers:
-        return config
-    own, inner = range(config.n_layers), range(config.encoder.n_layers if config.encoder else 0)
-    if layers == "all":
-        layers = Maps(tuple(own), tuple(inner))
-    elif not isinstance(layers, Maps):
-        for layer in layers:
-            if layer not in own and layer not in inner:
-                raise InputError(f"--attentions names layer {layer}, wanted 0 to {max(*own, *inner, 0)}")
-        layers = Maps(tuple(n for n in layers if n in own), tuple(n for n in layers if n in inner))
-    try:
-        config = replace(config, attention_outputs=layers.own)
-        if config.encoder is not None:
-            config = replace(config, encoder=replace(config.encoder, attention_outputs=layers.encoder))
-    except ConfigError as error:
-        raise InputError(f"--attentions is not for this model: {error}") from error
-    return config
-
-
 class CheckpointSource:
     """A decoder that is stamped layer by layer: neither its weights nor its layers are ever in memory together."""
+
+    can_be_smoothed = True
 
     def __init__(self, checkpoint: Checkpoint, dtype: ir.DataType) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
@@ -245,10 +223,7 @@ class CheckpointSource:
                 return None
             return layouts[name].format
 
-        def read(name: str, dtype: torch.dtype) -> torch.Tensor:
-            return read_finite(self._checkpoint.tensors[name], dtype)
-
-        return calibrate(self.config, read, numbers.windows, format_of, progress)
+        return calibrate(self.config, self._read, numbers.windows, format_of, progress)
 
     def _matrices(self) -> dict[str, Matrix]:
         """What linear layers and the embedding of tokens read."""
@@ -274,6 +249,26 @@ class CheckpointSource:
         index = ("rotary.cos", "rotary.sin").index(name)
         return lambda: rotary_tables(rotary, self.max_context)[index].to(dtype)
 
+    def smoothed(self, numbers: Numbers, progress: Progress) -> CheckpointSource:
+        quant = numbers.quant
+        assert quant is not None
+        assert numbers.windows is not None
+        matrices = self._matrices()
+        layouts = quant.layouts(matrices)
+
+        def is_rounded(name: str) -> bool:
+            return name in layouts and not quant.keeps(matrices[name].blocks)
+
+        found = find_smoothing(self.config, self._read, numbers.windows, is_rounded, progress)
+        return CheckpointSource(found.smoothed(self._checkpoint), self._dtype)
+
+    def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> CheckpointSource:
+        found = recover_smoothing(self.config, self._read, stored, progress)
+        return CheckpointSource(found.smoothed(self._checkpoint), self._dtype)
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return read_finite(self._checkpoint.tensors[name], dtype)
+
     def weight(self, name: str) -> torch.Tensor | None:
         tensor = self._checkpoint.tensors.get(name)
         return None if tensor is None else read_finite(tensor, torch.float32)
@@ -284,25 +279,9 @@ class CheckpointSource:
         def read(name: str, dtype: torch.dtype) -> torch.Tensor:
             if stored is not None and name in stored:
                 return stored.read(name).to(dtype)
-            return read_finite(self._checkpoint.tensors[name], precision).to(dtype)
+            return self._read(name, precision).to(dtype)
 
         return DecoderReference(self.config, precision, read, stored)
-
-
-def stored_tensors(
-    models: Iterable[ir.Model],
-    reader: Callable[[ir.Value], Callable[[], torch.Tensor]],
-    layouts: Mapping[str, BlockLayout] = MappingProxyType({}),
-) -> list[StoredTensor]:
-    """The weights of all graphs, each once, in the order of first use."""
-    tensors: dict[str, StoredTensor] = {}
-    for model in models:
-        for name, value in model.graph.initializers.items():
-            if value.const_value is None and name not in tensors:
-                assert value.dtype is not None
-                shares = shared_name(name, layouts)
-                tensors[name] = StoredTensor(name, value.dtype, dims(value), reader(value), shares)
-    return list(tensors.values())
 
 
 def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:

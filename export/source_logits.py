@@ -36,11 +36,11 @@ def source_logits(
 @torch.no_grad()
 def _by_layer(reference: DecoderReference, rows: Sequence[Tensor], progress: Progress) -> Iterator[Tensor]:
     progress.stage("quality: PyTorch in float32", reference.config.n_layers * len(rows))
-    ends = reference._part(0, torch.float32, EXACT)  # noqa: SLF001 (the gate reads a layer at a time, as this does)
+    ends = reference.part(0, torch.float32, EXACT)
     hidden = [ends.embedding(row, positions(_mask(row))) for row in rows]  # (1, W, width) each
     per_layer = len(reference.spec) // reference.config.n_layers
     for layer in range(reference.config.n_layers):
-        block = reference._part(layer + 1, torch.float32, EXACT).blocks[0]  # noqa: SLF001 (as above)
+        block = reference.part(layer + 1, torch.float32, EXACT).blocks[0]
         spec = reference.spec[per_layer * layer : per_layer * (layer + 1)]
         for index, row in enumerate(rows):
             mask, places = _mask(row), positions(_mask(row))
@@ -52,7 +52,7 @@ def _by_layer(reference: DecoderReference, rows: Sequence[Tensor], progress: Pro
 
 @torch.no_grad()
 def _whole(reference: WholeReference, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    model = reference._build().to(torch.float32).eval()  # noqa: SLF001 (as above)
+    model = reference._build().to(torch.float32).eval()  # noqa: SLF001 (it is whole, so as it is)
     for row in rows:
         mask = _mask(row)
         yield model.step(row, mask, positions(mask), _empty(reference.spec)).main[0]

@@ -49,6 +49,10 @@ class StoredMatrices:
             parts[CODES] = parts[TABLE].reshape(rows, n_blocks, -1)
         return unpacked(parts, self.layouts[name], self._target).dequantised()
 
+    def vector(self, name: str) -> Tensor:
+        """A tensor that is stored as it is."""
+        return torch.from_numpy(np.array(self._tensors[name].numpy()))
+
     def check(self, source: Callable[[str], Tensor | None]) -> None:
         """Each matrix is its source's, but for the rounding; parity alone would not see another one."""
         for name, layout in self.layouts.items():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import onnx_ir as ir
 import torch
+
+from .layout import BlockLayout, shared_name
+from .lower_basic import dims
 
 WEIGHTS_FILE = "weights.bin"
 ALIGNMENT = 4096  # a page, so that onnxruntime can map each tensor where it lies
@@ -50,6 +54,22 @@ class StoredTensor:
         for dim in self.shape:
             size *= dim
         return size
+
+
+def stored_tensors(
+    models: Iterable[ir.Model],
+    reader: Callable[[ir.Value], Callable[[], torch.Tensor]],
+    layouts: Mapping[str, BlockLayout] = MappingProxyType({}),
+) -> list[StoredTensor]:
+    """The weights of all graphs, each once, in the order of first use."""
+    tensors: dict[str, StoredTensor] = {}
+    for model in models:
+        for name, value in model.graph.initializers.items():
+            if value.const_value is None and name not in tensors:
+                assert value.dtype is not None
+                shares = shared_name(name, layouts)
+                tensors[name] = StoredTensor(name, value.dtype, dims(value), reader(value), shares)
+    return list(tensors.values())
 
 
 def distinct(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:

@@ -30,7 +30,7 @@ from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .reference import Reference
 from .signature import Signature
-from .source import Graphs, stored_tensors
+from .source import Graphs
 from .stitch import (
     GRAPHS_OF_KIND,
     GraphKind,
@@ -41,7 +41,7 @@ from .stitch import (
 )
 from .stored import StoredMatrices
 from .trace import TRACE_OPSET, Fragment, Piece, trace_pieces
-from .weights import torch_dtype
+from .weights import stored_tensors, torch_dtype
 from .whole_reference import WholeReference
 
 Shape = tuple[int | str, ...]
@@ -65,6 +65,8 @@ class Slot:
 
 
 class WholeSource:
+    can_be_smoothed = False
+
     def __init__(
         self,
         model: Transformer | OwnModule,
@@ -92,6 +94,12 @@ class WholeSource:
     def weight(self, name: str) -> Tensor | None:
         weight: Tensor | None = self._model.state_dict().get(name)
         return None if weight is None else weight.float()
+
+    def smoothed(self, numbers: Numbers, progress: Progress) -> WholeSource:  # noqa: ARG002 (it cannot be)
+        return self
+
+    def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> WholeSource:  # noqa: ARG002
+        return self
 
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         size = sum(tensor.numel() for tensor in self._model.state_dict().values())

@@ -21,10 +21,9 @@ from tfmx.export.arithmetic import EXACT, Arithmetic
 from tfmx.export.choice_graphs import sample_graph, select_graph
 from tfmx.export.layout import BlockLayout, Target
 from tfmx.export.recipe import parse_layout
-from tfmx.export.source import stored_tensors
 from tfmx.export.stitch import GraphKind, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder
-from tfmx.export.weights import link_weights, torch_dtype
+from tfmx.export.weights import link_weights, stored_tensors, torch_dtype
 from tfmx.runtime.devices import _HEAVY_OPS
 from tfmx.runtime.ops import OPS
 from tfmx.tfm_model.config import (

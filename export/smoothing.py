@@ -1,0 +1,195 @@
+"""Evens channels out between activations and weights, so that both lose less when they are rounded.
+
+A block of activations, or of a matrix's row, is rounded by its largest number, so one large channel costs all its
+neighbours their precision. What a norm gives is therefore divided, channel by channel, by about the square root of
+its size, and the matrix that reads it multiplied; the same between the two matrices of a gated MLP. The factors are
+powers of two: the model computes the same to the bit, and a bundle's factors can be read off its weights.
+
+(Activation-aware scaling as in AWQ, at both ends as in SmoothQuant, with a fixed exponent: on SmolLM2-135M it takes
+the divergence of int8 from 0.0036 to 0.0011, of symmetric int4 from 0.27 to 0.14.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..tfm_model.checkpoint import Checkpoint, LazyTensor
+from ..tfm_model.config import ModelConfig
+from ..tfm_model.layers import Linear, Reads
+from ..tfm_model.transformer import Block
+from .layer_walk import LayerWalk
+from .parity_error import ParityError
+from .progress import Progress
+from .stored import StoredMatrices
+
+EXPONENT = 0.5  # of a channel's size: 0.25 and 0.75 lose more
+WINDOWS = 4  # of the text: sizes need less of it than ranges or moments
+LIMIT = 8  # steps of two, either way
+SAME = 1e-4  # of the largest number: what float32 may make of another order of sums, and no more
+
+Read = Callable[[str, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Smoothing:
+    """Powers of two that tensors are multiplied by: rows of matrices (or entries of vectors), and columns."""
+
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+    def applied(self, name: str, values: Tensor) -> Tensor:
+        if name in self.columns:
+            values = values * self.columns[name]
+        if name in self.rows:
+            values = values * self.rows[name].reshape(-1, *[1] * (values.dim() - 1))
+        return values
+
+    def smoothed(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The same model, its tensors evened out as they are read."""
+        changed = self.rows.keys() | self.columns.keys()
+        tensors = {
+            name: self._lazy(name, tensor) if name in changed else tensor
+            for name, tensor in checkpoint.tensors.items()
+        }
+        return replace(checkpoint, tensors=tensors)
+
+    def _lazy(self, name: str, tensor: LazyTensor) -> LazyTensor:
+        return LazyTensor(tensor.name, tensor.shape, lambda: self.applied(name, tensor.read()))
+
+    def add(self, layer: int, pair: _Pair, factors: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """The writer gives a factor less, the reader takes a factor more."""
+        self.columns[f"blocks.{layer}.{pair.reader}.weight"] = factors
+        for part in ("weight", "bias"):
+            name = f"{pair.writer}.{part}"
+            if name in tensors:  # a gated MLP's first half goes through the activation, and stays
+                untouched = torch.ones(len(tensors[name]) - len(factors))
+                self.rows[f"blocks.{layer}.{name}"] = torch.cat([untouched, 1 / factors])
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two parts of a block with nothing but a multiplication between them."""
+
+    writer: str
+    reader: str
+    by_norm: bool
+
+
+def _pairs(config: ModelConfig) -> list[_Pair]:
+    found = []
+    if config.norm_order == "pre":
+        found.append(_Pair("attention_norm", "attention.qkv", True))
+        if config.mlp is not None:
+            found.append(_Pair("mlp_norm", "mlp.up", True))
+    if config.mlp is not None and config.mlp.gated and config.mlp.hidden_layers == 1:
+        found.append(_Pair("mlp.up", "mlp.down", False))
+    return found
+
+
+@torch.no_grad()
+def find_smoothing(
+    config: ModelConfig, read: Read, windows: Tensor, is_rounded: Callable[[str], bool], progress: Progress
+) -> Smoothing:
+    """By what the model computes for windows (n, T) of token ids. `is_rounded`: a matrix, by its name."""
+    found = Smoothing()
+    walk = LayerWalk(config, read, windows[:: -(-len(windows) // WINDOWS)])
+    progress.stage("evening out", config.n_layers)
+    for layer, block in walk:
+        pairs = [pair for pair in _pairs(config) if _may_change(layer, pair, is_rounded)]
+        sizes = {pair: torch.zeros(_width(block, pair)) for pair in pairs}
+        hooks = [
+            block.get_submodule(pair.reader).register_forward_pre_hook(
+                lambda _, args, total=total: _add_squares(total, args[0])
+            )
+            for pair, total in sizes.items()
+        ]
+        walk.run(block)
+        for hook in hooks:
+            hook.remove()
+        tensors = dict(block.named_parameters())
+        for pair, size in sizes.items():
+            factors = _factors(size.sqrt())
+            if pair.by_norm:
+                factors[tensors[f"{pair.writer}.weight"] == 0] = (
+                    1  # nothing passes; and nothing could be read off
+                )
+            found.add(layer, pair, factors, tensors)
+        check_same(block, layer, found, walk.reads)
+        progress.advance()
+    return found
+
+
+@torch.no_grad()
+def recover_smoothing(
+    config: ModelConfig, read: Read, stored: StoredMatrices, progress: Progress
+) -> Smoothing:
+    """The one that a bundle was made with, from its weights and its source's."""
+    found = Smoothing()
+    walk = LayerWalk(config, read, torch.zeros(1, 1, dtype=torch.long))
+    progress.stage("finding what was evened out", config.n_layers)
+    for layer, block in walk:
+        tensors = dict(block.named_parameters())
+        for pair in _pairs(config):
+            if not _may_change(layer, pair, stored.__contains__):
+                continue
+            name = f"{pair.writer}.weight"
+            whole = f"blocks.{layer}.{name}"
+            w = found.applied(whole, tensors[name])
+            own = stored.vector(whole) if pair.by_norm else stored.read(whole)
+            if own.shape != w.shape:
+                continue  # another model: the gate says so
+            found.add(layer, pair, _ratio(w, own)[-_width(block, pair) :], tensors)
+        walk.run(block)
+        check_same(block, layer, found, walk.reads)
+        progress.advance()
+    return found
+
+
+def _width(block: Block, pair: _Pair) -> int:
+    reader = block.get_submodule(pair.reader)
+    assert isinstance(reader, Linear)
+    return reader.in_features
+
+
+def _add_squares(total: Tensor, x: Tensor) -> None:
+    total += x.square().sum(dim=(0, 1))
+
+
+def _may_change(layer: int, pair: _Pair, is_rounded: Callable[[str], bool]) -> bool:
+    matrices = [pair.reader] if pair.by_norm else [pair.writer, pair.reader]
+    return all(is_rounded(f"blocks.{layer}.{name}.weight") for name in matrices)
+
+
+def _factors(sizes: Tensor) -> Tensor:
+    """About the sizes to the power of EXPONENT, around 1."""
+    steps = EXPONENT * sizes.clamp_min(1e-20).log2()
+    return torch.exp2((steps - steps.median()).round().clamp(-LIMIT, LIMIT))
+
+
+def _ratio(w: Tensor, own: Tensor) -> Tensor:
+    """How many times each row of w (or entry) is its own in the bundle, to the nearest power of two."""
+    w, own = w.reshape(len(w), -1).double(), own.reshape(len(own), -1).double()
+    products = (w * own).sum(dim=1)
+    ratios = (w * w).sum(dim=1) / products.where(products > 0, 1)
+    return torch.exp2(
+        ratios.where((ratios > 0) & (products > 0), 1).log2().round().clamp(-LIMIT, LIMIT)
+    ).float()
+
+
+def check_same(block: Block, layer: int, smoothing: Smoothing, reads: Reads) -> None:
+    """The layer computes what it did; parity alone would not see it, for PyTorch then has the same weights."""
+    assert reads.position_ids is not None
+    x = torch.randn(1, reads.position_ids.shape[1], len(block.attention_norm.weight))
+    changed = {
+        name: smoothing.applied(f"blocks.{layer}.{name}", values) for name, values in block.named_parameters()
+    }
+    plain = block(x, reads, [])[0]
+    other = torch.func.functional_call(block, changed, (x, reads, []))[0]
+    if not float((other - plain).abs().max()) <= SAME * float(plain.abs().max()):
+        raise ParityError(
+            f"layer {layer} computes something else after its channels were evened out; please report it"
+        )
