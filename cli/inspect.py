@@ -18,6 +18,7 @@ from .kind_words import (
     describe_outputs,
     describe_pixels,
 )
+from .quality_table import write_quality
 
 if TYPE_CHECKING:
     from ..runtime.bundle import Bundle, GraphInfo, Manifest, TensorInfo
@@ -37,7 +38,7 @@ _ROLES = ("encode", "prefill", "decode", "select", "sample")  # in the order of 
 @click.argument("bundle")
 @debug_option
 def command(bundle: str) -> None:
-    """Show BUNDLE: the model's config, graphs with inputs and outputs, operators, files, parity, memory.
+    """Show BUNDLE: the model's config, graphs with inputs and outputs, operators, files, parity, quality, memory.
 
     Sizes, names and graphs are checked; `tfmx verify` checks the contents too.
     """
@@ -53,6 +54,7 @@ def command(bundle: str) -> None:
     _show_operators(found, roles)
     _show_files(found.manifest)
     _show_parity(found.manifest)
+    _show_quality(found.manifest)
     _show_memory(found)
 
 
@@ -186,6 +188,12 @@ def _show_files(manifest: Manifest) -> None:
     rows = [(name, size(info.size), f"sha256 {info.sha256[:16]}…") for name, info in manifest.files.items()]
     rows.append(("all", size(sum(info.size for info in manifest.files.values())), ""))
     write_table(rows, align="<>")
+
+
+def _show_quality(manifest: Manifest) -> None:
+    if manifest.quality is not None:
+        _title("quality")
+        write_quality(manifest.quality)
 
 
 def _show_parity(manifest: Manifest) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from .. import TfmxError
+from .. import InputError, TfmxError
 from .boundary import debug_option
 from .console import plural, say, size, write_line, write_table
 from .progress import Bars
@@ -26,7 +27,7 @@ class VerifyError(TfmxError):
 
 
 @click.command(short_help="Check a bundle's files and what it computes.")
-@click.argument("bundle")
+@click.argument("bundle", required=False, metavar="BUNDLE")
 @click.option(
     "--against",
     metavar="SOURCE",
@@ -49,13 +50,16 @@ class VerifyError(TfmxError):
 )
 @debug_option
 def command(
-    bundle: str, against: str | None, quality: str | None, device: Literal["cpu", "cuda", "auto"]
+    bundle: str | None, against: str | None, quality: str | None, device: Literal["cpu", "cuda", "auto"]
 ) -> None:
     """Check every file of BUNDLE against its sha256, then what its graphs compute.
 
     Without --against the cases that the export stored in the bundle are replayed: inputs with what
     PyTorch gives for them in float64. That needs no PyTorch, so a device can be checked where it stands.
     """
+    if bundle is None:
+        taken = f" (--quality took {quality!r} as its text; put BUNDLE first)" if quality else ""
+        raise click.UsageError(f"there is no BUNDLE{taken}")
     if against is not None and device != "cpu":
         raise click.UsageError("--against compares on the CPU; leave --device out")
     if quality is not None and against is None:
@@ -66,7 +70,10 @@ def command(
 
         found = Bundle.open(bundle)
         files = found.manifest.files.values()
-        windows = None if quality is None else _windows(found, quality or None, progress)
+        windows = None
+        if quality is not None:
+            _check_recordable(found)  # before minutes go into what could not be kept
+            windows = _windows(found, quality or None, progress)
         if against is None:
             results = _replay(found, device, progress)
         else:
@@ -135,6 +142,13 @@ def _report_comparison(cases: tuple[CaseParity, ...]) -> None:
     ]
     write_table(rows, align="<>>>>")
     _conclude([case.passed for case in cases], "case")
+
+
+def _check_recordable(bundle: Bundle) -> None:
+    folder = bundle.path.resolve()
+    for place in (folder, folder.parent):  # a new manifest is first written beside the bundle
+        if not os.access(place, os.W_OK):
+            raise InputError(f"--quality records its figures in the bundle, but {place} cannot be written to")
 
 
 def _windows(bundle: Bundle, text: str | None, progress: Bars) -> Windows:

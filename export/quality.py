@@ -159,7 +159,7 @@ def measure_quality(
 
 def record_quality(bundle: Bundle, quality: Quality) -> None:
     """Put the certificate into the bundle's manifest: the old one or the whole new one is there at any time."""
-    path = bundle.path.absolute() / MANIFEST
+    path = bundle.path.resolve() / MANIFEST
     content = replace(bundle.manifest, quality=quality.certificate()).to_bytes()
     # beside the bundle: whoever opens it meanwhile would refuse a file that is not in its list
     hidden = path.parent.with_name(f".{path.parent.name}.{secrets.token_hex(4)}")

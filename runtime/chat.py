@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from . import template_worker
+from .bundle import Bundle
 from .tokenizer import PromptError, Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else the template reads
@@ -78,6 +79,19 @@ class ChatTemplate:
         if not marker.used:  # the usual case, and exactly what transformers does
             return tokenizer.encode(text, add_special=False, parse_special=True)
         return tokenizer.encode_marked(text, marker.marks)
+
+
+def open_template(bundle: Bundle, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """The bundle's own, if it has one."""
+    source = bundle.read("chat_template.jinja")
+    if source is None or tokenizer is None:
+        return None
+    generation = bundle.manifest.generation
+    ids = {"bos_token": generation.bos_token_id, "pad_token": generation.pad_token_id}
+    ids["eos_token"] = next(iter(generation.eos_token_ids), None)
+    names = {name: tokenizer.token(token_id) for name, token_id in ids.items() if token_id is not None}
+    specials = {name: token for name, token in names.items() if token is not None}
+    return ChatTemplate(source.decode("utf-8", "replace"), specials)
 
 
 class _Marker:

@@ -17,7 +17,7 @@ from .. import InputError
 from .apply import Outputs, apply_decoder, apply_encoder, apply_encoder_decoder
 from .beside import Beside
 from .bundle import Bundle
-from .chat import ChatTemplate, Message
+from .chat import Message, open_template
 from .devices import Device, DeviceName, choose_device
 from .draft_length import RunCosts
 from .encoder import encode
@@ -66,7 +66,7 @@ class Model:
         self.manifest: Manifest = bundle.manifest
         self.device: Device = graphs.device
         self.tokenizer = tokenizer
-        self.template = _make_template(bundle, self.tokenizer)
+        self.template = open_template(bundle, self.tokenizer)
         self._reader = InputReader(bundle.manifest, self.tokenizer)
         self._graphs: Graphs | None = graphs
         self._kept: tuple[Engine, list[int]] | None = None  # the last chat's cache, and the tokens in it
@@ -125,7 +125,7 @@ class Model:
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
         rows = self._read_prompts(prompts, parse_special=parse_special)
-        return self._stream(rows, options, started)
+        return self._stream(rows, options, started, self._speculation)
 
     def generate_batch(
         self,
@@ -139,7 +139,7 @@ class Model:
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
         rows = self._read_prompts(prompts, parse_special=parse_special)
-        return collect_results(rows, list(self._stream(rows, options, started)))
+        return collect_results(rows, list(self._stream(rows, options, started, self._speculation)))
 
     def chat(
         self,
@@ -157,8 +157,8 @@ class Model:
         options = self._options(sampling, max_new_tokens)
         prompt = self._reader.read(self.chat_ids(messages, tools=tools), "the prompt")
         if self.manifest.kind == "encoder-decoder":
-            return self._stream([prompt], options, started)
-        return self._stream_chat(prompt.tolist(), options, started)
+            return self._stream([prompt], options, started, self._speculation)
+        return self._stream_chat(prompt.tolist(), options, started, self._speculation)
 
     def chat_ids(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[int]:
         """The prompt that `chat` gives the model."""
@@ -204,7 +204,9 @@ class Model:
 
     # --- how it is done ----------------------------------------------------------------------------------
 
-    def _stream(self, prompts: list[Array], options: SamplingOptions, started: float) -> Iterator[Step]:
+    def _stream(
+        self, prompts: list[Array], options: SamplingOptions, started: float, speculation: Speculation | None
+    ) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
         decode = self.tokenizer.decode if self.tokenizer else None
         graphs = self._open_graphs()
@@ -223,16 +225,20 @@ class Model:
             else options.max_new_tokens
         )
         engine = open_engine(graphs, len(rows), max(map(len, starts)) + room, encoded)
-        engine = self._run_ahead(engine, rows, prompts if encoded is not None else [])
+        engine = self._run_ahead(engine, rows, speculation, prompts if encoded is not None else [])
         source_tokens = 0 if encoded is None else int(encoded.mask.sum())
         yield from run_rows(engine, rows, options, seed, started=started, source_tokens=source_tokens)
 
-    def _stream_chat(self, prompt_ids: list[int], options: SamplingOptions, started: float) -> Iterator[Step]:
+    def _stream_chat(
+        self, prompt_ids: list[int], options: SamplingOptions, started: float, speculation: Speculation | None
+    ) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
         decode = self.tokenizer.decode if self.tokenizer else None
         row = make_row(self.manifest, 0, prompt_ids, options, seed, decode, context=())
+        if speculation is not None and speculation.draft is not None:
+            speculation.draft._open_graphs()  # noqa: SLF001 (a closed one is an error before the cache is taken)
         engine, cached = self._take_kept(prompt_ids, options.max_new_tokens or _ROOM)
-        running = self._run_ahead(engine, [row])
+        running = self._run_ahead(engine, [row], speculation)
         try:
             yield from run_rows(running, [row], options, seed, started=started, cached=cached)
         finally:  # also after Ctrl-C: a step that failed left the engine as it was
@@ -243,9 +249,15 @@ class Model:
                 if self._graphs is not None:
                     self._kept = engine, tokens[: engine.lengths[0]]
 
-    def _run_ahead(self, engine: Engine, rows: list[Row], sources: Sequence[Array] = ()) -> Engine:
+    def _run_ahead(
+        self,
+        engine: Engine,
+        rows: list[Row],
+        speculation: Speculation | None,
+        sources: Sequence[Array] = (),
+    ) -> Engine:
         """The engine, or one around it that speculates. `sources`: of an encoder-decoder."""
-        speculation, manifest = self._speculation, self.manifest
+        manifest = self.manifest
         if speculation is None:
             return engine
         [row] = rows
@@ -332,15 +344,3 @@ def _check_and_read_tokenizer(bundle: Bundle) -> Tokenizer | None:
     bundle.check_sums()
     data = bundle.read("tokenizer.json")
     return None if data is None else Tokenizer(data)
-
-
-def _make_template(bundle: Bundle, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    source = bundle.read("chat_template.jinja")
-    if source is None or tokenizer is None:
-        return None
-    generation = bundle.manifest.generation
-    ids = {"bos_token": generation.bos_token_id, "pad_token": generation.pad_token_id}
-    ids["eos_token"] = next(iter(generation.eos_token_ids), None)
-    names = {name: tokenizer.token(token_id) for name, token_id in ids.items() if token_id is not None}
-    specials = {name: token for name, token in names.items() if token is not None}
-    return ChatTemplate(source.decode("utf-8", "replace"), specials)

@@ -121,7 +121,8 @@ def test_prefill_chunks_and_steps_agree(tmp_path: Path, kv) -> None:
             engine.prefill([ids[start : start + 10]])
         for token in ids[30:]:
             stepped = engine.decode([token]).numpy()
-        assert np.abs(stepped - whole).max() < 2e-3 * np.abs(whole).max()
+        most = 2e-3 if kv == "float" else 2e-2  # a key that is rounded the other way counts for more
+        assert np.abs(stepped - whole).max() < most * np.abs(whole).max()
 
 
 def test_a_tied_table_lies_in_the_file_once(tmp_path: Path) -> None:

@@ -495,3 +495,13 @@ def test_the_command_refuses_what_cannot_be(tmp_path):
         2, "the draft model is an encoder"
     )
     run_tfmx("run", cli_bundle(), "a", "--draft", tmp_path / "none").fails(2, "none")
+
+
+def test_speculation_is_what_it_was_when_the_answer_was_asked_for(model):
+    steps = model.generate("ab ab ab", max_new_tokens=6)
+    model.speculate(Speculation())
+    assert list(steps)[-1].statistics.drafted_tokens == 0
+    steps = [model.generate("ab ab ab", max_new_tokens=6) for _ in range(2)]
+    model.speculate(None)
+    assert len(model.generate_batch(["a", "b"], max_new_tokens=2)) == 2  # no longer one prompt at a time
+    assert all(len(list(answer)) for answer in steps)
