@@ -18,7 +18,7 @@ MYPY = ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.m
 
 section = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench peers clean
 
 help:
 	@echo 'make demo    export SmolLM2, verify it against PyTorch, and ask it: $(QUESTION)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make lint    ruff (format and rules), then types'
 	@echo 'make types   mypy'
 	@echo 'make bench   every benchmarks/bench_*.py'
+	@echo 'make peers   benchmarks/peers: beside llama.cpp, onnxruntime-genai, OpenVINO, CTranslate2, ... (hours, 40 GB)'
 	@echo 'make clean   remove what these made, except .venv'
 
 demo: $(INSTALLED)
@@ -60,6 +61,9 @@ bench: $(INSTALLED)
 	@set -e; for file in benchmarks/bench_*.py; do \
 	    printf '\n== %s\n' "$$file"; $(BIN)/python "$$file"; \
 	done
+
+peers: $(INSTALLED)
+	@$(BIN)/python benchmarks/peers/run.py
 
 clean:
 	rm -rf .demo .cache .mypy_cache .pytest_cache .ruff_cache build dist

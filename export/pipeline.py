@@ -32,6 +32,7 @@ from ..runtime.bundle import (
     TensorInfo,
 )
 from ..runtime.graph_audit import audit_graph
+from ..runtime.inputs import check_ids
 from ..runtime.tokenizer import Tokenizer
 from .arithmetic import EXACT, Arithmetic, CacheNumbers, kv_error
 from .builder import serialised
@@ -140,12 +141,14 @@ def numbers(model: Source, options: ExportOptions) -> Numbers:
 def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
     """The tokens of a text; a model that has no tokenizer shows its ranges on random ones."""
     tokenizer, vocab_size = model.texts.get("tokenizer.json"), model.signature.vocab_size
+    assert vocab_size is not None
     if tokenizer is not None:
         text = read_text(str(CALIBRATION_TEXT if path is None else path))
-        return Tokenizer(tokenizer.encode()).encode(text)
+        found = Tokenizer(tokenizer.encode()).encode(text)
+        check_ids(found, "the text to calibrate with", vocab_size, len(found))
+        return found
     if path is not None:
         raise InputError("--calibrate reads a text, and this model has no tokenizer; leave it out")
-    assert vocab_size is not None
     ids: list[int] = torch.randint(
         vocab_size, (LEAST_TOKENS,), generator=torch.Generator().manual_seed(0)
     ).tolist()

@@ -101,7 +101,7 @@ def import_onnxruntime() -> Any:
 def bundle_problem(bundle: Bundle) -> str | None:
     """Why this bundle cannot run on CUDA wherever it is, or None."""
     attends = any(_GQA in bundle.summary(role).ops for role in bundle.manifest.graphs)
-    if attends and any(entry.dtype == "float32" for entry in bundle.manifest.state):
+    if attends and bundle.manifest.dtype == "fp32":  # whatever the cache is
         return (
             "this bundle's attention (GroupQueryAttention in float32) has no CUDA kernel; "
             "export with --dtype fp16 or --target portable"

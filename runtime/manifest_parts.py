@@ -7,6 +7,7 @@ outputs follow from it.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ StateType = Literal["float32", "float16", "int8"]
 Growth = Literal["append", "capacity", "constant", "fixed"]
 InputKind = Literal["tokens", "vectors", "images"]
 OutputKind = Literal["tokens", "classes", "values", "embedding", "hidden"]
+
+_MATRIX = re.compile(r"int(4|8)-(16|32|64|128)(-zeros)?(-shifts)?")
 
 ITEM_SIZES: dict[str, int] = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1}
 INPUT_NAMES: dict[InputKind, str] = {
@@ -188,6 +191,13 @@ class QuantInfo:
     rounding: Literal["nearest", "search", "smooth", "gptq"]
     activations: Literal["float", "int8"]  # int8: the inputs of quantised matrices are rounded as well
     matrices: dict[str, str]  # each quantised matrix, such as int4-32, int8-32-zeros, int4-32-shifts
+
+    def __post_init__(self) -> None:
+        for name, form in self.matrices.items():
+            if not _MATRIX.fullmatch(form):
+                raise BundleError(
+                    f"{MANIFEST}: quant.matrices has {form!r} for {name}, expected e.g. int4-32-zeros"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

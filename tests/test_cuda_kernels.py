@@ -40,6 +40,9 @@ from tfmx.tfm_model.transformer import Transformer
 
 OPSETS = (17, 18, 21, 24)
 GQA_IN_FLOAT32 = "com.microsoft::GroupQueryAttention (since 1) with M=int32, T=float, T_CACHE=float"
+GQA_IN_FLOAT32_OVER_INT8 = (
+    "com.microsoft::GroupQueryAttention (since 1) with M=int32, T=float, T_CACHE=int8, T_KV_SCALE=float"
+)
 
 _LLAMA = ModelConfig(
     inputs=TokenInputs(vocab_size=97),
@@ -137,16 +140,22 @@ def test_every_emitted_operator_has_a_cuda_kernel(target: Target, dtype: str, co
 
 @every_dtype
 @every_target
+@every_config
 @pytest.mark.parametrize("layout", ["int4-32", "int8-16-zeros", "int4-32-shifts"])
-def test_quantised_graphs_have_cuda_kernels_too(target: Target, dtype: str, layout: str):
-    config = CONFIGS["llama"]
+@pytest.mark.parametrize("kv", ["float", "int8"])
+def test_quantised_graphs_have_cuda_kernels_too(target: Target, dtype: str, layout: str, config: str, kv):
+    if kv == "int8" and target == "portable":
+        pytest.skip("refused: only the fused attention has such a cache")
+    with torch.device("meta"):
+        weights = dict(Transformer(CONFIGS[config]).named_parameters())
+    form = parse_layout(layout)
     blocks = {
-        f"blocks.{layer}.attention.qkv.weight": parse_layout(layout) for layer in range(config.n_layers)
+        name: form for name, w in weights.items() if w.dim() == 2 and w.shape[1] % form.format.block == 0
     }
-    blocks["embed.weight"] = parse_layout(layout)
-    expected = {GQA_IN_FLOAT32} if (target, dtype) == ("ort", "fp32") else set()
-    arithmetic = Arithmetic(activations="int8")
-    for model in emitted_graphs("llama", target, dtype, 18, blocks, arithmetic).values():
+    kernel = GQA_IN_FLOAT32 if kv == "float" else GQA_IN_FLOAT32_OVER_INT8
+    expected = {kernel} if (target, dtype) == ("ort", "fp32") else set()
+    arithmetic = Arithmetic(activations="int8", kv=kv)
+    for model in emitted_graphs(config, target, dtype, 18, blocks, arithmetic).values():
         assert set(missing_cuda_kernels(model)) == expected
 
 

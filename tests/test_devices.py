@@ -83,7 +83,7 @@ def machine(monkeypatch):
         if name not in packages:
             raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(devices.metadata, "distribution", distribution)
+    monkeypatch.setattr(metadata, "distribution", distribution)
     monkeypatch.setattr(devices, "import_onnxruntime", lambda: runtime)
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Driver())
     return SimpleNamespace(runtime=runtime, packages=packages)
