@@ -19,7 +19,7 @@ _COMPANIONS = ("quant_block", "quant_zero_points", "quant_round", "quant_mixed",
 class Quantisation(TypedDict):
     quant: Literal["int8", "int4"] | None
     quant_block: str
-    quant_zero_points: bool | None
+    quant_zero_points: bool
     quant_round: Literal["smooth", "search", "nearest"]
     quant_mixed: bool
     quant_skip: tuple[str, ...]
@@ -45,8 +45,8 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--quant-zero-points/--quant-symmetric",
-            default=None,
-            help="A zero point for each block, or none.  [default: zero points for int4, none for int8]",
+            default=False,
+            help="A zero point for each block (more exact, a tenth slower), or none.  [default: none]",
         ),
         click.option(
             "--quant-round",
@@ -118,11 +118,10 @@ def read_quant(given: Quantisation) -> Quant | None:
     if given["quant"] is None:
         return None
     bits: Literal[4, 8] = 4 if given["quant"] == "int4" else 8
-    zero_points = given["quant_zero_points"]
     return Quant(
         bits=bits,
         block=int(given["quant_block"]),  # type: ignore[arg-type]
-        zero_points=bits == 4 if zero_points is None else zero_points,
+        zero_points=given["quant_zero_points"],
         rounding=given["quant_round"],
         mixed=given["quant_mixed"],
         skip=given["quant_skip"],

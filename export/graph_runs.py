@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime.devices import import_onnxruntime
+from ..runtime.devices import import_onnxruntime, plain_attention
 from ..tfm_model.state import StateTensor
 from .cases import Case, Run
 from .parity_error import ParityError
@@ -158,7 +158,8 @@ class Graphs:
 
 def _open(model: bytes, kind: GraphKind, options: Any) -> Any:
     try:
-        return import_onnxruntime().InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        with plain_attention():  # as the runtime does
+            return import_onnxruntime().InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no class in common but this
         raise ParityError(f"onnxruntime cannot load {kind}.onnx: {str(error).splitlines()[0]}") from error
 

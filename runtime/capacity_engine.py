@@ -21,6 +21,9 @@ from .manifest import BundleError
 from .session import NUMPY_DTYPES, Binding, Session
 
 _GRANULE = 64  # capacities are multiples of it
+_WHOLE_CHUNKS = (
+    4096  # of capacity; beyond, chunks get smaller: attention holds a score a head, token and slot
+)
 _SHRINK_FROM = 128  # tokens: a shorter prefill leaves little in the arena
 
 
@@ -136,8 +139,9 @@ class CapacityEngine:
         if every is None:
             shape = (1, *self._logits.shape[1:])
             binding.device_output(self._wiring.output, np.float32, shape, self._logits.row_pointer(index))
-        for start in range(0, len(row), CHUNK):
-            new = np.asarray([row[start : start + CHUNK]], self._wiring.dtype)  # (1, T) or (1, T, F)
+        chunk = max(CHUNK * _WHOLE_CHUNKS // max(self._capacity, _WHOLE_CHUNKS), 1)
+        for start in range(0, len(row), chunk):
+            new = np.asarray([row[start : start + chunk]], self._wiring.dtype)  # (1, T) or (1, T, F)
             past, T = self.lengths[index], new.shape[1]
             self._bind_new(
                 session, binding, new, np.ones((1, past + T), np.int64), np.arange(past, past + T)[None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -295,3 +296,16 @@ def test_cuda_gives_what_the_cpu_gives(flavour, dtype, tmp_path):
             result.token_ids for result in model.generate_batch(prompts, free, max_new_tokens=24)
         ]
     assert results["cpu"] == results["cuda"]
+
+
+def test_sessions_are_made_with_plain_attention_and_the_environment_is_left_as_it_was(monkeypatch):
+    variable, seen = "ORT_GQA_DISABLE_FLASH_ATTENTION", []
+    monkeypatch.delenv(variable, raising=False)
+    with devices.plain_attention():
+        seen.append(os.environ[variable])
+    assert seen == ["1"]
+    assert variable not in os.environ
+    monkeypatch.setenv(variable, "0")  # the user has chosen
+    with devices.plain_attention():
+        assert os.environ[variable] == "0"
+    assert os.environ[variable] == "0"

@@ -130,6 +130,17 @@ def test_quality_needs_a_source():
     tfmx("verify", exported()[0], "--quality").fails(2, "--quality compares with the source", "--against")
 
 
+def test_a_bundle_that_was_taken_for_the_text_is_said():
+    tfmx("verify", "--against", checkpoint(), "--quality", exported()[0]).fails(2, "put BUNDLE first")
+    tfmx("verify").fails(2, "there is no BUNDLE")
+
+
+def test_a_bundle_that_cannot_be_written_is_said_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    done = tfmx("verify", exported()[0], "--against", checkpoint(), "--quality")
+    done.fails(2, "cannot be written to")
+
+
 def test_another_vocabulary_is_refused(tmp_path):
     other = tmp_path / "other"
     tiny_model("llama", vocab_size=VOCAB + 16).save_pretrained(other)
