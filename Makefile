@@ -44,7 +44,7 @@ demo: $(INSTALLED)
 	@$(ASK)
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(INSTALLED)
 	$(call section,ruff)

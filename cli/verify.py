@@ -58,8 +58,8 @@ def command(
     PyTorch gives for them in float64. That needs no PyTorch, so a device can be checked where it stands.
     """
     if bundle is None:
-        taken = f" (--quality took {quality!r} as its text; put BUNDLE first)" if quality else ""
-        raise click.UsageError(f"there is no BUNDLE{taken}")
+        taken = f": --quality took {quality!r} as its text; put BUNDLE first" if quality else ""
+        raise click.UsageError(f"Missing argument 'BUNDLE'{taken}")
     if against is not None and device != "cpu":
         raise click.UsageError("--against compares on the CPU; leave --device out")
     if quality is not None and against is None:

@@ -1,7 +1,9 @@
-"""What a run will need, from the manifest and the graphs alone: for `tfmx inspect`, before anything is loaded."""
+"""What a run will need, from the manifest and the graphs alone, before anything is loaded; and giving memory back."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 from dataclasses import dataclass
 
@@ -24,6 +26,12 @@ class MemoryEstimate:
     def single_sequence(self) -> int:
         """Private memory of one sequence at the full context: packed weights and state."""
         return self.packed + self.cache_at_max_context + self.constant_state + self.fixed_state
+
+
+def give_back_freed() -> None:
+    """glibc keeps what was freed until it is told: after loading SmolLM2 in int4, 29 of 230 MB."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # other C libraries have no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def estimate_memory(bundle: Bundle) -> MemoryEstimate:

@@ -25,6 +25,7 @@ from .engine import Engine, Graphs, open_engine
 from .generate import Result, Row, Step, collect_results, make_row, run_rows
 from .inputs import Array, Input, InputReader, check_ids, whole_numbers
 from .manifest import Manifest
+from .memory import give_back_freed
 from .sampling import SamplingOptions, fresh_seed
 from .speculation import Speculation, SpeculationError, SpeculativeEngine, check_speculation, open_drafter
 from .tokenizer import PromptError, Tokenizer
@@ -55,6 +56,7 @@ def load(
         graphs = Graphs(bundle, choose_device(device, bundle), threads=threads)
     finally:
         tokenizer = beside.result()  # if something failed, a changed file is the better explanation
+    give_back_freed()
     return Model(bundle, graphs, tokenizer)
 
 

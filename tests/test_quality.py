@@ -132,7 +132,7 @@ def test_quality_needs_a_source():
 
 def test_a_bundle_that_was_taken_for_the_text_is_said():
     tfmx("verify", "--against", checkpoint(), "--quality", exported()[0]).fails(2, "put BUNDLE first")
-    tfmx("verify").fails(2, "there is no BUNDLE")
+    tfmx("verify").fails(2, "Missing argument 'BUNDLE'")
 
 
 def test_a_bundle_that_cannot_be_written_is_said_before_anything_is_measured(monkeypatch):

@@ -12,6 +12,7 @@ from tiny_bundle import list_files, tiny_weights, write_bundle, write_manifest
 
 import tfmx
 from tfmx import TfmxError
+from tfmx.runtime import memory
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import Graphs, open_engine
@@ -75,3 +76,12 @@ def test_many_answers_do_not_grow_the_process(flavour, tmp_path):
     before = private_memory()
     answer(40)
     assert private_memory() - before < 4096
+
+
+def test_giving_memory_back_is_left_out_where_the_c_library_cannot(monkeypatch):
+    def no_library(_name):
+        raise TypeError("as on Windows")
+
+    memory.give_back_freed()
+    monkeypatch.setattr(memory.ctypes, "CDLL", no_library)
+    memory.give_back_freed()
