@@ -31,6 +31,8 @@ WINDOWS = 4  # of the text: sizes need less of it than ranges or moments
 LIMIT = 8  # steps of two, either way
 SAME = 1e-4  # of the largest number: what float32 may make of another order of sums, and no more
 
+CHECKED = 2  # tokens, so that attention has something to choose from
+
 Read = Callable[[str, torch.dtype], Tensor]
 
 
@@ -113,10 +115,8 @@ def find_smoothing(
         tensors = dict(block.named_parameters())
         for pair, size in sizes.items():
             factors = _factors(size.sqrt())
-            if pair.by_norm:
-                factors[tensors[f"{pair.writer}.weight"] == 0] = (
-                    1  # nothing passes; and nothing could be read off
-                )
+            if pair.by_norm:  # where nothing passes, nothing could be read off
+                factors[tensors[f"{pair.writer}.weight"] == 0] = 1
             found.add(layer, pair, factors, tensors)
         check_same(block, layer, found, walk.reads)
         progress.advance()
@@ -129,7 +129,7 @@ def recover_smoothing(
 ) -> Smoothing:
     """The one that a bundle was made with, from its weights and its source's."""
     found = Smoothing()
-    walk = LayerWalk(config, read, torch.zeros(1, 1, dtype=torch.long))
+    walk = LayerWalk(config, read, torch.zeros(1, CHECKED, dtype=torch.long))
     progress.stage("finding what was evened out", config.n_layers)
     for layer, block in walk:
         tensors = dict(block.named_parameters())
@@ -183,7 +183,8 @@ def _ratio(w: Tensor, own: Tensor) -> Tensor:
 def check_same(block: Block, layer: int, smoothing: Smoothing, reads: Reads) -> None:
     """The layer computes what it did; parity alone would not see it, for PyTorch then has the same weights."""
     assert reads.position_ids is not None
-    x = torch.randn(1, reads.position_ids.shape[1], len(block.attention_norm.weight))
+    shape = (1, reads.position_ids.shape[1], len(block.attention_norm.weight))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(layer))
     changed = {
         name: smoothing.applied(f"blocks.{layer}.{name}", values) for name, values in block.named_parameters()
     }
