@@ -13,11 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import TfmxError
+from .beside import Beside
 from .bundle import Bundle
 from .devices import Device, DeviceError, check_assignment, import_onnxruntime, make_session
+from .huge_pages import use_huge_pages
 from .interrupt import run_interruptible
 from .manifest import GraphInfo
 
+_SETTLED = 16  # decode steps: the session will be used for longer
 _FATAL = 4  # log severity: a failure is raised, so it need not be logged as well
 _SHRINK = {"cpu": "cpu:0", "cuda": "cpu:0;gpu:0"}
 
@@ -56,6 +59,7 @@ class Session:
             raise SessionError(f"onnxruntime cannot load {self.info.file}: {_one_line(error)}") from error
 
         self._brief_options = self._run_options(shrink=False)
+        self._brief_runs = 0
 
     def binding(self) -> Binding:
         return Binding(self._session.io_binding(), self.device)
@@ -72,6 +76,9 @@ class Session:
             self._session._sess.run_with_iobinding(binding.raw._iobinding, self._brief_options)  # noqa: SLF001
         except Exception as error:
             raise SessionError(f"onnxruntime failed in {self.info.file}: {_one_line(error)}") from error
+        self._brief_runs += 1
+        if self._brief_runs == _SETTLED and self.device.kind == "cpu":
+            Beside(use_huge_pages)
 
     def run_values(
         self, names: list[str], values: list[Any], outputs: list[str], places: list[Any], *, shrink: bool

@@ -1,0 +1,81 @@
+"""Huge pages: what is resident moves and stays the same, what has holes stays small, and refusals are respected."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_bundle import tiny_weights, write_bundle
+
+import tfmx
+from tfmx.runtime import huge_pages, session
+from tfmx.runtime.huge_pages import use_huge_pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+SIZE = 32 << 20
+
+
+def private(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_resident_memory_moves_and_stays_the_same():
+    pattern = bytes(range(256)) * (SIZE // 256)
+    memory = private(SIZE)
+    memory.write(pattern)
+    moved = use_huge_pages()
+    if moved == 0 and tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
+        pytest.skip("this kernel cannot")
+    assert moved >= SIZE // 2
+    assert memory[:] == pattern
+
+
+def test_memory_with_holes_does_not_grow():
+    memory = private(4 * SIZE)
+    for place in range(0, 4 * SIZE, 1 << 20):  # a small page of each MB
+        memory[place] = 1
+    before = resident()
+    use_huge_pages()
+    assert resident() - before < SIZE
+
+
+def test_nothing_happens_where_the_system_says_never(monkeypatch, tmp_path):
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    (tmp_path / "hpage_pmd_size").write_text("2097152\n")
+    monkeypatch.setattr(huge_pages, "SETTINGS", tmp_path)
+    memory = private(SIZE)
+    memory.write(b"x" * SIZE)
+    assert use_huge_pages() == 0
+
+
+def test_nothing_happens_where_there_are_no_such_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(huge_pages, "SETTINGS", tmp_path)
+    assert use_huge_pages() == 0
+
+
+def test_a_session_asks_once_and_only_when_it_is_used_for_long(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(session, "use_huge_pages", lambda: asked.append(1))
+    write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
+    model = tfmx.load(tmp_path / "b", threads=1)
+
+    def answer(tokens: int) -> int:
+        list(
+            model.generate(
+                [1, 2, 3], tfmx.runtime.sampling.SamplingOptions(ignore_eos=True), max_new_tokens=tokens
+            )
+        )
+        time.sleep(0.2)
+        return len(asked)
+
+    assert answer(8) == 0
+    assert answer(24) == 1
+    assert answer(24) == 1
