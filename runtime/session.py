@@ -18,9 +18,10 @@ from .bundle import Bundle
 from .devices import Device, DeviceError, check_assignment, import_onnxruntime, make_session
 from .huge_pages import use_huge_pages
 from .interrupt import run_interruptible
-from .manifest import GraphInfo
+from .manifest import WEIGHTS, GraphInfo
 
 _SETTLED = 16  # decode steps: the session will be used for longer
+_LARGE = 16 << 20  # bytes of weights: less stays in the processor's caches anyway
 _FATAL = 4  # log severity: a failure is raised, so it need not be logged as well
 _SHRINK = {"cpu": "cpu:0", "cuda": "cpu:0;gpu:0"}
 
@@ -59,6 +60,8 @@ class Session:
             raise SessionError(f"onnxruntime cannot load {self.info.file}: {_one_line(error)}") from error
 
         self._brief_options = self._run_options(shrink=False)
+        weights = bundle.manifest.files.get(WEIGHTS)
+        self._is_large = device.kind == "cpu" and weights is not None and weights.size >= _LARGE
         self._brief_runs = 0
 
     def binding(self) -> Binding:
@@ -77,7 +80,7 @@ class Session:
         except Exception as error:
             raise SessionError(f"onnxruntime failed in {self.info.file}: {_one_line(error)}") from error
         self._brief_runs += 1
-        if self._brief_runs == _SETTLED and self.device.kind == "cpu":
+        if self._brief_runs == _SETTLED and self._is_large:
             Beside(use_huge_pages)
 
     def run_values(

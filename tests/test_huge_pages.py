@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import platform
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tiny_bundle import tiny_weights, write_bundle
 import tfmx
 from tfmx.runtime import huge_pages, session
 from tfmx.runtime.huge_pages import use_huge_pages
+from tfmx.runtime.sampling import SamplingOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 SIZE = 32 << 20
@@ -61,21 +62,28 @@ def test_nothing_happens_where_there_are_no_such_files(monkeypatch, tmp_path):
     assert use_huge_pages() == 0
 
 
-def test_a_session_asks_once_and_only_when_it_is_used_for_long(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(session, "use_huge_pages", lambda: asked.append(1))
+def test_a_large_session_asks_once_and_only_when_it_is_used_for_long(monkeypatch, tmp_path):
+    asked = threading.Semaphore(0)
+    monkeypatch.setattr(session, "use_huge_pages", asked.release)
+    monkeypatch.setattr(session, "_LARGE", 1)
     write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
     model = tfmx.load(tmp_path / "b", threads=1)
 
-    def answer(tokens: int) -> int:
-        list(
-            model.generate(
-                [1, 2, 3], tfmx.runtime.sampling.SamplingOptions(ignore_eos=True), max_new_tokens=tokens
-            )
-        )
-        time.sleep(0.2)
-        return len(asked)
+    def answer(tokens: int) -> None:
+        list(model.generate([1, 2, 3], SamplingOptions(ignore_eos=True), max_new_tokens=tokens))
 
-    assert answer(8) == 0
-    assert answer(24) == 1
-    assert answer(24) == 1
+    answer(8)
+    assert not asked.acquire(timeout=0.3)
+    answer(24)
+    assert asked.acquire(timeout=30)  # beside the work, whenever a busy machine gets to it
+    answer(24)
+    assert not asked.acquire(timeout=0.3)
+
+
+def test_a_small_session_does_not_ask(monkeypatch, tmp_path):
+    asked = threading.Semaphore(0)
+    monkeypatch.setattr(session, "use_huge_pages", asked.release)
+    write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
+    model = tfmx.load(tmp_path / "b", threads=1)
+    list(model.generate([1, 2, 3], SamplingOptions(ignore_eos=True), max_new_tokens=24))
+    assert not asked.acquire(timeout=0.3)

@@ -2,7 +2,7 @@
 
 A worker is a small file that gives an engine this face and calls `main(open_engine)`:
 
-    python WORKER.py MODEL --threads 2 --started SECONDS [--lengths 32,512,1024] [--steps 40]
+    python WORKER.py MODEL --threads 2 --started SECONDS [--lengths 32,512,1024] [--steps 64]
 
 The line has, in seconds, tokens a second and MB: load, first_token, start_memory, prefill_N, decode_N (the median step
 after N tokens), peak_memory. A worker is run by the peer's own Python, so this file needs the standard library only. `--started` is CLOCK_MONOTONIC just
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+WARM = 32  # steps before what is measured
 FIRST = 32  # tokens of the prompt whose answer's first token ends the start
 
 
@@ -79,16 +80,16 @@ def main(open_engine: Callable[[str, int, int], Engine]) -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--started", type=float, required=True)
     parser.add_argument("--lengths", default="32,512,1024")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=64)
     options = parser.parse_args()
     lengths = [int(length) for length in options.lengths.split(",")]
-    engine = open_engine(options.model, options.threads, max(*lengths, FIRST) + options.steps + 1)
+    engine = open_engine(options.model, options.threads, max(*lengths, FIRST) + max(options.steps, WARM) + 1)
     result = {"load": time.monotonic() - options.started}
     engine.run(prompt_of(FIRST, 0), 0)
     result["first_token"] = time.monotonic() - options.started
     result["start_memory"] = peak_memory()
     for length in lengths:
-        engine.run(prompt_of(length, 2 * length), 2)  # warm: buffers of this length are made
+        engine.run(prompt_of(length, 2 * length), WARM)  # buffers are made, and engines have settled
         first, *rest = engine.run(prompt_of(length, 2 * length + 1), options.steps)
         result[f"prefill_{length}"] = length / first
         result[f"decode_{length}"] = 1 / statistics.median(rest)
