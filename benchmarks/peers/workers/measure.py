@@ -12,6 +12,7 @@ the imports and the load.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import itertools
 import json
@@ -32,16 +33,16 @@ class Engine(Protocol):
         """Seconds of the prefill, until the first token is known, then of each of `steps` decode steps."""
 
 
-class Stepwise:
+class Stepwise(abc.ABC):
     """The face above for engines that are called once a token."""
 
+    @abc.abstractmethod
     def start(self, prompt: Sequence[int]) -> int:
         """Forget, prefill; the first token."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self, token: int) -> int:
         """The token after this one."""
-        raise NotImplementedError
 
     def run(self, prompt: Sequence[int], steps: int) -> list[float]:
         times = [time.perf_counter()]
