@@ -139,7 +139,9 @@ class CapacityEngine:
         if every is None:
             shape = (1, *self._logits.shape[1:])
             binding.device_output(self._wiring.output, np.float32, shape, self._logits.row_pointer(index))
-        chunk = max(CHUNK * _WHOLE_CHUNKS // max(self._capacity, _WHOLE_CHUNKS), 1)
+        quant = self._graphs.manifest.quant
+        chunk = CHUNK if quant is None else CHUNK // 2  # as fast with packed blocks, and 15 MB less; fp32 would lose 4 %
+        chunk = max(chunk * _WHOLE_CHUNKS // max(self._capacity, _WHOLE_CHUNKS), 1)
         for start in range(0, len(row), chunk):
             new = np.asarray([row[start : start + chunk]], self._wiring.dtype)  # (1, T) or (1, T, F)
             past, T = self.lengths[index], new.shape[1]

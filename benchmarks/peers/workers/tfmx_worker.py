@@ -17,7 +17,9 @@ class Tfmx(Stepwise):
         self.engine: Engine | None = None
 
     def start(self, prompt: Sequence[int]) -> int:
-        self.engine = open_engine(self.graphs, 1, self.capacity)
+        if self.engine is None:
+            self.engine = open_engine(self.graphs, 1, self.capacity)
+        self.engine.trim(0)
         return int(self.engine.prefill([prompt]).greedy()[0][0])
 
     def step(self, token: int) -> int:
