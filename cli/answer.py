@@ -33,6 +33,7 @@ class Printer:
     has_text: bool  # False: the bundle has no tokenizer, and tokens are shown as their ids
     device: str
     sampled: bool  # the seed matters
+    speculates: bool  # then guesses are counted, also where there are none
 
     def show(self, steps: Iterator[Step], answer: Answer) -> None:
         """Follow the steps to the end; `answer` has those that came, also when Ctrl-C ends it."""
@@ -53,9 +54,7 @@ class Printer:
         found = last.statistics
         cached = f", {found.cached_tokens} cached" if found.cached_tokens else ""
         guessed = (
-            f", {found.accepted_tokens} of {found.drafted_tokens} guesses right"
-            if found.drafted_tokens
-            else ""
+            f", {found.accepted_tokens} of {found.drafted_tokens} guesses right" if self.speculates else ""
         )
         seed = f", seed {last.seed}" if self.sampled else ""
         return (
@@ -85,7 +84,7 @@ class Printer:
                 "decode_tokens_per_second": found.decode_tokens_per_second,
             },
         }
-        if found.drafted_tokens:
+        if self.speculates:
             content["drafted_tokens"] = found.drafted_tokens
             content["accepted_tokens"] = found.accepted_tokens
         if last.logprob is not None:
@@ -93,13 +92,14 @@ class Printer:
         return content
 
 
-def make_printer(model: Model, *, as_json: bool, quiet: bool, sampled: bool) -> Printer:
+def make_printer(model: Model, *, as_json: bool, quiet: bool, sampled: bool, speculates: bool) -> Printer:
     return Printer(
         as_json=as_json,
         quiet=quiet,
         has_text=model.tokenizer is not None,
         device=model.device.kind,
         sampled=sampled,
+        speculates=speculates,
     )
 
 

@@ -9,6 +9,7 @@ import click
 
 from .boundary import debug_option
 from .console import plural, say, size, write_line, write_table
+from .kind_words import describe_numbers
 from .output_file import check_place, write_whole
 from .progress import Bars
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..runtime.bench import AtLength, Benchmark, Spread
     from ..runtime.bundle import Bundle
 
+_CACHES = ("append", "capacity")  # growths of state: one dtype in a bundle
 _MOVED = 0.2  # of the bandwidth, between before and after: then something else ran here meanwhile
 
 
@@ -86,9 +88,8 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
 
 def _title(bundle: Bundle, found: Benchmark) -> str:
     manifest = bundle.manifest
-    precision = manifest.dtype if manifest.quant is None else manifest.quant.weights
     return (
-        f"{bundle.path}: {manifest.target}, {precision}, {plural(found.threads, 'thread')}, "
+        f"{bundle.path}: {manifest.target}, {describe_numbers(manifest)}, {plural(found.threads, 'thread')}, "
         f"batch {found.batch}, {plural(found.repeats, 'repeat')}"
     )
 
@@ -138,5 +139,6 @@ def _as_json(bundle: Bundle, found: Benchmark) -> dict[str, Any]:
         "target": manifest.target,
         "dtype": manifest.dtype,
         "quant": None if manifest.quant is None else manifest.quant.weights,
+        "cache": next((state.dtype for state in manifest.state if state.growth in _CACHES), None),
     }
     return {**about, **encode(found)}

@@ -123,12 +123,15 @@ def command(
         assert found is not None  # only --chat goes without
         apply(model, found, as_json=as_json, out=place, quiet=quiet)
         return
-    if speculate or draft is not None:
+    speculates = speculate or draft is not None
+    if speculates:
         from ..runtime.speculation import Speculation
 
         guesses = None if draft is None else open_model(draft, device, threads, check=not no_check)
         model.speculate(Speculation(draft=guesses))
-    printer = make_printer(model, as_json=as_json, quiet=quiet, sampled=sampling.temperature > 0)
+    printer = make_printer(
+        model, as_json=as_json, quiet=quiet, sampled=sampling.temperature > 0, speculates=speculates
+    )
     if not chat:
         assert found is not None
         printer.show(model.generate(found, sampling), Answer())

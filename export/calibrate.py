@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..tfm_model.blocks import BlockFormat, Blocks
 from ..tfm_model.config import ModelConfig
 from ..tfm_model.layers import Linear
-from ..tfm_model.transformer import Block, Transformer
+from ..tfm_model.transformer import Block
 from .gptq import CalibrationError, round_gptq
 from .layer_walk import LayerWalk, Ranges
 from .progress import Progress
@@ -46,12 +46,6 @@ def calibration_windows(token_ids: Sequence[int], context: int) -> Tensor:
     return torch.tensor(token_ids)[starts[:, None] + torch.arange(T)]
 
 
-def collect_kv_ranges(
-    config: ModelConfig, read: Callable[[str, torch.dtype], Tensor], windows: Tensor, progress: Progress
-) -> list[Ranges]:
-    return calibrate(config, read, windows, lambda _: None, progress).ranges
-
-
 @torch.no_grad()
 def calibrate(
     config: ModelConfig,
@@ -69,7 +63,7 @@ def calibrate(
             found.blocks.update(_round_linears(walk, block, wanted))
         found.ranges.append(walk.run(block))
         progress.advance()
-    found.blocks.update(_round_ends(walk.ends, walk.hidden, formats))
+    found.blocks.update(_round_ends(walk, formats))
     progress.advance()
     return found
 
@@ -111,17 +105,15 @@ def _add_moments(total: Tensor, x: Tensor) -> None:
     total.addmm_(flat.T, flat)
 
 
-def _round_ends(ends: Transformer, hidden: Sequence[Tensor], formats: Formats) -> dict[str, Blocks]:
+def _round_ends(walk: LayerWalk, formats: Formats) -> dict[str, Blocks]:
     """The head by what reaches it; a table that is only looked up by itself."""
-    tied = ends.config.head.tied
-    head = "embed.weight" if tied else "head.weight"
-    rounded = {}
-    if (format_ := formats(head)) is not None:
+    ends, rounded = walk.ends, {}
+    if (format_ := formats(walk.head)) is not None:
         assert ends.head.weight is not None
         moments = torch.zeros(ends.config.width, ends.config.width)
-        for x in hidden:
-            _add_moments(moments, x if ends.norm is None else ends.norm(x))
-        rounded[head] = round_gptq(ends.head.weight, moments, format_, head)
-    if not tied and (format_ := formats("embed.weight")) is not None:
+        for x in walk.head_inputs():
+            _add_moments(moments, x)
+        rounded[walk.head] = round_gptq(ends.head.weight, moments, format_, walk.head)
+    if walk.head != "embed.weight" and (format_ := formats("embed.weight")) is not None:
         rounded["embed.weight"] = round_search(ends.embed.weight, format_, "embed.weight")
     return rounded

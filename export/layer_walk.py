@@ -36,6 +36,16 @@ class LayerWalk:
             assert isinstance(block, Block)
             yield layer, block
 
+    @property
+    def head(self) -> str:
+        """The name of its matrix."""
+        return "embed.weight" if self.ends.config.head.tied else "head.weight"
+
+    def head_inputs(self) -> Iterator[Tensor]:
+        """What reaches it, once all layers have run."""
+        for x in self.hidden:
+            yield x if self.ends.norm is None else self.ends.norm(x)
+
     def look(self, block: Block) -> tuple[list[Tensor], Ranges]:
         """What the layer makes of `hidden`, and how far its keys and values reach."""
         outputs, tops = [], []

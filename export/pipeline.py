@@ -131,6 +131,8 @@ def numbers(model: Source, options: ExportOptions) -> Numbers:
     if options.kv == "int8" and model.growth(options.target) != "capacity":
         raise kv_error(options.target)
     path = None if options.quant is None else options.quant.calibrate
+    if path is not None and not model.can_be_smoothed:
+        raise InputError("--calibrate is for decoders of tokens with plain attention; leave it out")
     smooths = options.quant is not None and options.quant.smooths and model.can_be_smoothed
     if path is None and options.kv != "int8" and not smooths:
         return Numbers(quant=options.quant)
@@ -146,6 +148,11 @@ def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
         text = read_text(str(CALIBRATION_TEXT if path is None else path))
         found = Tokenizer(tokenizer.encode()).encode(text)
         check_ids(found, "the text to calibrate with", vocab_size, len(found))
+        if path is None and len(found) < LEAST_TOKENS:
+            raise InputError(
+                f"tfmx's own text is {len(found):,} tokens to this tokenizer, {LEAST_TOKENS:,} are needed; use --calibrate "
+                "with a text that it knows, or --quant-round search (and no --kv int8)"
+            )
         return found
     if path is not None:
         raise InputError("--calibrate reads a text, and this model has no tokenizer; leave it out")
@@ -281,8 +288,9 @@ def _quant_info(
     if quant is None:
         return None
     rounding = "search" if quant.rounding == "smooth" and not can_be_smoothed else quant.rounding
+    bits = {layout.format.bits for layout in layouts.values()}
     return QuantInfo(
-        weights="int4" if quant.bits == 4 else "int8",
+        weights="int4" if (quant.bits if quant.bits in bits else max(bits)) == 4 else "int8",
         rounding="gptq" if quant.calibrate is not None else rounding,
         activations=quant.activations if options.target == "ort" else "float",
         matrices={name: describe(layout) for name, layout in layouts.items()},

@@ -12,9 +12,9 @@ import ctypes
 import errno
 import json
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,17 +41,18 @@ def published(out: Path) -> Iterator[Path]:
     """A folder to write the bundle into; it takes its place at `out` when the block ends without an error."""
     _check_target(out)
     parent = out.absolute().parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(parent, out.name)
-        folder, lock = _locked_folder(parent, out.name)
-    except OSError as error:
-        raise PublishError(f"cannot write to {parent}: {error.strerror}") from error
-    try:
+    folder, lock = parent / f"{_prefix(out.name)}{secrets.token_hex(8)}", None
+    try:  # before anything is made: Ctrl-C may come at any moment
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(parent, out.name)
+            lock = _made_and_locked(folder)
+        except OSError as error:
+            raise PublishError(f"cannot write to {parent}: {error.strerror}") from error
         yield folder
         _flush(folder)
         _check_target(out)  # files may have come while the export ran
-        folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner may read
+        folder.chmod(0o777 & ~_umask())  # until now only its owner could read it
         _move_into_place(folder, out.absolute())
     except OSError as error:
         place = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
@@ -86,12 +87,12 @@ def _prefix(name: str) -> str:
     return f".{name}.tfmx-"
 
 
-def _locked_folder(parent: Path, name: str) -> tuple[Path, int | None]:
+def _made_and_locked(folder: Path) -> int | None:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_prefix(name), dir=parent))
+        folder.mkdir(mode=0o700, exist_ok=True)
         lock = _lock(folder)
         if lock is not None or sys.platform == "win32":
-            return folder, lock
+            return lock
         # another export took it for a leftover in the moment before it was locked
 
 

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tfm_model.blocks import BlockFormat, Blocks
+from ..tfm_model.blocks import Blocks
 from .arithmetic import Arithmetic, CacheNumbers
 from .layout import BlockLayout, Target, as_stored, packed, split_name
-from .recipe import Matrix, Quant, Rounding
+from .recipe import Matrix, Quant
 from .rounding import round_nearest, round_search
-
-_ROUND: dict[Rounding, Callable[[Tensor, BlockFormat, str], Blocks]] = {
-    "nearest": round_nearest,
-    "search": round_search,
-    "smooth": round_search,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +58,10 @@ class Quantiser:
         return lambda: packed(self._blocks(matrix), part, self._target, self._dtype)
 
 
-def rounded(quant: Quant, layout: BlockLayout, matrix: Tensor, name: str) -> Blocks:
-    """A matrix (out, in) of float32 in blocks, without looking at any text."""
-    return _ROUND[quant.rounding](matrix, layout.format, name)
+def rounded(
+    quant: Quant, layout: BlockLayout, matrix: Tensor, name: str, importance: Tensor | None = None
+) -> Blocks:
+    """A matrix (out, in) of float32 in blocks. `importance` (in,): of its inputs, where a text has shown it."""
+    if quant.rounding == "nearest":
+        return round_nearest(matrix, layout.format, name)
+    return round_search(matrix, layout.format, name, importance)

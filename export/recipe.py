@@ -14,10 +14,8 @@ from .arithmetic import Activations
 from .layout import BlockLayout
 
 Rounding = Literal["nearest", "search", "smooth"]
-ENDS = (
-    "embed.weight",
-    "head.weight",
-)  # what mixed recipes keep at 8 bits, beside the first and the last layer
+# What mixed recipes keep at 8 bits, beside the first and the last layer; of an encoder too.
+ENDS = ("embed.weight", "embed.project.weight", "head.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +35,7 @@ class Quant:
     def layouts(self, matrices: Mapping[str, Matrix]) -> dict[str, BlockLayout]:
         """How each matrix that is quantised lies in the file."""
         self._check_patterns(matrices)
+        self._check_blocks(matrices)
         wide = self._wide(matrices) if self.mixed else frozenset()
         found = {}
         for name, matrix in matrices.items():
@@ -53,10 +52,8 @@ class Quant:
             found[name] = BlockLayout(format_)
         if not found:
             raise InputError("--quant-skip leaves no matrix to quantise; leave --quant out instead")
-        if self.calibrate is not None and all(self.keeps(matrices[name].blocks) for name in found):
-            raise InputError(
-                "--calibrate has nothing to round: the checkpoint's blocks are taken over exactly; add --requantise"
-            )
+        if all(self.keeps(matrices[name].blocks) for name in found):
+            self._check_nothing_asked()
         return found
 
     @property
@@ -64,13 +61,43 @@ class Quant:
         return self.rounding == "smooth" or self.calibrate is not None
 
     def keeps(self, blocks: LazyBlocks | None) -> bool:
-        """Whether a checkpoint's own blocks are taken over as they are: of the size that was asked for."""
-        return blocks is not None and not self.again and blocks.format.block == self.block
+        """Whether a checkpoint's own blocks are taken over as they are."""
+        return blocks is not None and not self.again
 
     def _wide(self, matrices: Iterable[str]) -> frozenset[str]:
-        layers = sorted({int(name.split(".")[1]) for name in matrices if name.startswith("blocks.")})
-        outer = tuple(f"blocks.{layer}." for layer in (*layers[:1], *layers[-1:]))
-        return frozenset(name for name in matrices if name in ENDS or name.startswith(outer))
+        wide = set()
+        for part in ("", "encoder."):
+            inner = {name.removeprefix(part): name for name in matrices if name.startswith(part)}
+            layers = sorted({int(name.split(".")[1]) for name in inner if name.startswith("blocks.")})
+            outer = tuple(f"blocks.{layer}." for layer in (*layers[:1], *layers[-1:]))
+            wide |= {whole for name, whole in inner.items() if name in ENDS or name.startswith(outer)}
+        return frozenset(wide)
+
+    def _check_blocks(self, matrices: Mapping[str, Matrix]) -> None:
+        """What the checkpoint has in blocks is rounded again only by those who ask for it."""
+        sizes = {matrix.blocks.format.block for matrix in matrices.values() if matrix.blocks is not None}
+        if self.again and not sizes:
+            raise InputError(
+                "--requantise is for checkpoints with blocks (Q4_0, Q4_1 or Q8_0 in a GGUF); this one has none, leave it out"
+            )
+        if not self.again and sizes - {self.block}:
+            raise InputError(
+                f"the checkpoint has blocks of {max(sizes)} weights, --quant-block is {self.block}; add --requantise to round "
+                "them again, or leave --quant-block out"
+            )
+
+    def _check_nothing_asked(self) -> None:
+        asked = {
+            "--calibrate": self.calibrate is not None,
+            "--quant-mixed": self.mixed,
+            "--quant-zero-points": self.zero_points,
+            f"--quant-round {self.rounding}": self.rounding != "smooth",  # the default
+        }
+        for option, given in asked.items():
+            if given:
+                raise InputError(
+                    f"{option} has nothing to round: the checkpoint's blocks are taken over exactly; add --requantise"
+                )
 
     def _check_patterns(self, matrices: Mapping[str, Matrix]) -> None:
         for pattern in self.skip:

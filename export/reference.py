@@ -255,7 +255,10 @@ class DecoderReference:
         if scales is not None:
             attention = model.get_submodule("blocks.0.attention")
             assert isinstance(attention, Attention)
-            attention.kept = lambda k, v: (rounded_cache(k, scales[0]), rounded_cache(v, scales[1]))
+            attention.kept = lambda k, v: (
+                rounded_cache(k, scales[0], f"keys of layer {layer}"),
+                rounded_cache(v, scales[1], f"values of layer {layer}"),
+            )
 
     def _finish_ends(self, model: Transformer, dtype: torch.dtype) -> None:
         if self.config.head.tied:

@@ -29,6 +29,7 @@ from .stored import StoredMatrices
 EXPONENT = 0.5  # of a channel's size: 0.25 and 0.75 lose more
 WINDOWS = 4  # of the text: sizes need less of it than ranges or moments
 LIMIT = 8  # steps of two, either way
+LEAST = 2.0**-8  # of the median size: what a text never used, another may
 SAME = 1e-4  # of the largest number: what float32 may make of another order of sums, and no more
 
 CHECKED = 2  # tokens, so that attention has something to choose from
@@ -42,6 +43,9 @@ class Smoothing:
 
     rows: dict[str, Tensor] = field(default_factory=dict)
     columns: dict[str, Tensor] = field(default_factory=dict)
+    importance: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # of a matrix's inputs: their squares, evened out
 
     def applied(self, name: str, values: Tensor) -> Tensor:
         if name in self.columns:
@@ -101,25 +105,31 @@ def find_smoothing(
     walk = LayerWalk(config, read, windows[:: -(-len(windows) // WINDOWS)])
     progress.stage("evening out", config.n_layers)
     for layer, block in walk:
-        pairs = [pair for pair in _pairs(config) if _may_change(layer, pair, is_rounded)]
-        sizes = {pair: torch.zeros(_width(block, pair)) for pair in pairs}
+        linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
+        squares = {name: torch.zeros(module.in_features) for name, module in linears.items()}
         hooks = [
-            block.get_submodule(pair.reader).register_forward_pre_hook(
-                lambda _, args, total=total: _add_squares(total, args[0])
-            )
-            for pair, total in sizes.items()
+            linears[name].register_forward_pre_hook(lambda _, args, total=total: _add_squares(total, args[0]))
+            for name, total in squares.items()
         ]
         walk.run(block)
         for hook in hooks:
             hook.remove()
         tensors = dict(block.named_parameters())
-        for pair, size in sizes.items():
-            factors = _factors(size.sqrt())
-            if pair.by_norm:  # where nothing passes, nothing could be read off
-                factors[tensors[f"{pair.writer}.weight"] == 0] = 1
+        for pair in _pairs(config):
+            if not _may_change(layer, pair, is_rounded):
+                continue
+            factors = _factors(squares[pair.reader].sqrt())
+            written = tensors[f"{pair.writer}.weight"][-len(factors) :].reshape(len(factors), -1)
+            factors[(written == 0).all(dim=1)] = 1  # where nothing passes, nothing could be read off
             found.add(layer, pair, factors, tensors)
+        for name, total in squares.items():
+            whole = f"blocks.{layer}.{name}.weight"
+            found.importance[whole] = total / found.columns[whole] ** 2 if whole in found.columns else total
         check_same(block, layer, found, walk.reads)
         progress.advance()
+    found.importance[walk.head] = torch.zeros(config.width)
+    for x in walk.head_inputs():
+        _add_squares(found.importance[walk.head], x)
     return found
 
 
@@ -166,7 +176,8 @@ def _may_change(layer: int, pair: _Pair, is_rounded: Callable[[str], bool]) -> b
 
 def _factors(sizes: Tensor) -> Tensor:
     """About the sizes to the power of EXPONENT, around 1."""
-    steps = EXPONENT * sizes.clamp_min(1e-20).log2()
+    sizes = sizes.clamp_min(max(float(sizes.median()) * LEAST, 1e-20))
+    steps = EXPONENT * sizes.log2()
     return torch.exp2((steps - steps.median()).round().clamp(-LIMIT, LIMIT))
 
 

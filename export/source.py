@@ -27,7 +27,6 @@ from ..tfm_model.rotary import rotary_tables
 from ..tfm_model.source import is_python_source, open_checkpoint
 from ..tfm_model.state import StateSpec, model_state
 from ..tfm_model.transformer import Transformer
-from .arithmetic import kv_error
 from .cache_scales import cache_scales
 from .calibrate import Calibration, calibrate
 from .downstream import downstream_texts
@@ -151,8 +150,11 @@ class CheckpointSource:
 
     can_be_smoothed = True
 
-    def __init__(self, checkpoint: Checkpoint, dtype: ir.DataType) -> None:
-        self._checkpoint, self._dtype = checkpoint, dtype
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: ir.DataType, importance: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """`importance`: of the inputs of matrices, where a text has shown it."""
+        self._checkpoint, self._dtype, self._importance = checkpoint, dtype, importance or {}
         self.kind: CheckpointKind = checkpoint.kind
         self.config = config = checkpoint.config
         self.signature, self.max_context = model_signature(config), config.context
@@ -168,8 +170,6 @@ class CheckpointSource:
         return "capacity" if keeps_slots(self.config, target) else "append"
 
     def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs:
-        if numbers.kv == "int8" and not keeps_slots(self.config, target):
-            raise kv_error(target)
         matrices = self._matrices()
         layouts = numbers.layouts(matrices)
         progress.stage("tracing", 1)
@@ -195,7 +195,7 @@ class CheckpointSource:
                 return calibration.blocks[name]
             weight = self.weight(name)
             assert weight is not None
-            return rounded(numbers.quant, layouts[name], weight, name)
+            return rounded(numbers.quant, layouts[name], weight, name, self._importance.get(name))
 
         quantiser = Quantiser(layouts, target, torch_dtype(self._dtype), blocks_of)
         scales = cache_scales(calibration.ranges) if numbers.kv == "int8" else {}
@@ -259,8 +259,10 @@ class CheckpointSource:
         def is_rounded(name: str) -> bool:
             return name in layouts and not quant.keeps(matrices[name].blocks)
 
+        if not any(map(is_rounded, layouts)):
+            return self
         found = find_smoothing(self.config, self._read, numbers.windows, is_rounded, progress)
-        return CheckpointSource(found.smoothed(self._checkpoint), self._dtype)
+        return CheckpointSource(found.smoothed(self._checkpoint), self._dtype, found.importance)
 
     def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> CheckpointSource:
         found = recover_smoothing(self.config, self._read, stored, progress)

@@ -14,13 +14,13 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from .. import InputError, TfmxError
+from .. import TfmxError
 from ..runtime.bundle import FileInfo
 from ..tfm_model.blocks import Blocks
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
 from ..tfm_model.state import StateSpec, StateTensor
 from ..tfm_model.transformer import Transformer
-from .arithmetic import Arithmetic, kv_error
+from .arithmetic import Arithmetic
 from .builder import Builder
 from .content_plan import ContentPlan
 from .layout import Target
@@ -104,15 +104,28 @@ class WholeSource:
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         size = sum(tensor.numel() for tensor in self._model.state_dict().values())
 
+        names = {} if stored is None else self._names_in_file(stored)
+
         def build() -> Transformer | OwnModule:
             model = self._copy()
-            if stored is not None and stored.layouts:
-                weights = {name: stored.read(name) for name in model.state_dict() if name in stored}
+            if stored is not None:
+                weights = {name: stored.read(own) for name, own in names.items()}
                 model.load_state_dict(weights, strict=False)
             return model
 
-        layouts = {} if stored is None else stored.layouts
+        layouts = {} if stored is None else {name: stored.layouts[own] for name, own in names.items()}
         return WholeReference(build, self.signature, self.spec, torch_dtype(self._dtype), size, layouts)
+
+    def _names_in_file(self, stored: StoredMatrices) -> dict[str, str]:
+        """Of each quantised matrix, by the model's names for it: equal ones lie in the file once (`ContentPlan`)."""
+        weights = self._model.state_dict()
+        return {
+            name: own
+            for own in stored.layouts
+            if own in weights
+            for name, weight in weights.items()
+            if weight.shape == weights[own].shape and torch.equal(weight, weights[own])
+        }
 
     def _copy(self) -> Transformer | OwnModule:
         return copy.deepcopy(self._model)  # conversions are done in place
@@ -125,10 +138,6 @@ class WholeSource:
             raise ModuleError(
                 "--quant is for models of the built-in family; a module of your own stays as it is"
             )
-        if numbers.quant is not None and numbers.quant.calibrate is not None:
-            raise InputError("--calibrate is for decoders of tokens with plain attention; leave it out")
-        if numbers.kv == "int8":
-            raise kv_error(target)
         progress.stage("tracing", 1)
         model = self._copy().to(torch_dtype(self._dtype)).eval()
         kinds = GRAPHS_OF_KIND[self.signature.kind]

@@ -68,7 +68,7 @@ class Bundle:
 
     path: Path
     manifest: Manifest
-    checked: bool  # the sha256 sums too
+    checked: bool  # whether sha256 sums are to be checked, each when its file is read or by `check_sums`
     _graphs: dict[str, tuple[bytes, GraphSummary]]  # those that were asked for
 
     @classmethod

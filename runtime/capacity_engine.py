@@ -91,7 +91,7 @@ class CapacityEngine:
         except BaseException:  # also Ctrl-C: what was written lies behind the old lengths and is never read
             self.lengths = before
             raise
-        return self._result
+        return self._last_logits()
 
     def decode(self, tokens: Row) -> Logits:
         self._make_room([1] * len(self.lengths))
@@ -103,7 +103,7 @@ class CapacityEngine:
         self._step.set(tokens, self.lengths)
         session.run_briefly(self._step.binding)
         self.lengths = [length + 1 for length in self.lengths]
-        return self._result
+        return self._last_logits()
 
     def score(self, row: Row, extras: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
         assert len(self.lengths) == 1
@@ -140,7 +140,8 @@ class CapacityEngine:
             shape = (1, *self._logits.shape[1:])
             binding.device_output(self._wiring.output, np.float32, shape, self._logits.row_pointer(index))
         quant = self._graphs.manifest.quant
-        chunk = CHUNK if quant is None else CHUNK // 2  # as fast with packed blocks, and 15 MB less; fp32 would lose 4 %
+        # half is as fast with packed blocks, and leaves 15 MB less; fp32 would lose 4 %
+        chunk = CHUNK if quant is None else CHUNK // 2
         chunk = max(chunk * _WHOLE_CHUNKS // max(self._capacity, _WHOLE_CHUNKS), 1)
         for start in range(0, len(row), chunk):
             new = np.asarray([row[start : start + chunk]], self._wiring.dtype)  # (1, T) or (1, T, F)
@@ -197,12 +198,17 @@ class CapacityEngine:
         return binding
 
     def _make_logits(self, batch: int) -> None:
-        """The buffer that every run writes, and the face that the caller sees of it."""
+        """The buffer that every run writes, and the face that the caller sees of it, where one serves all runs."""
         logits = DeviceBuffer((batch, 1, self._wiring.size), np.float32, self._graphs.device)
         self._logits = logits
-        self._result: Logits
-        if self._graphs.chooser is None:
-            self._result = HostLogits(logits.to_host()[:, 0])
-        else:
+        self._result: Logits | None = None
+        if self._graphs.chooser is not None:
             shape, read = (batch, self._wiring.size), lambda: logits.to_host()[:, 0]
             self._result = DeviceLogits(logits.pointer, shape, read, self._graphs.chooser)
+        elif logits.device.kind == "cpu":
+            self._result = HostLogits(logits.to_host()[:, 0])
+
+    def _last_logits(self) -> Logits:
+        if self._result is not None:
+            return self._result
+        return HostLogits(self._logits.to_host()[:, 0])  # a copy, so of this run only

@@ -1,8 +1,8 @@
 """Chat messages to a prompt, by the checkpoint's own template.
 
 Templates are programs from strangers. They run in Jinja's sandbox, in a process of their own that is
-limited in time, memory and output (see `template_worker.py`). It is started at the first use (about 0.1 s)
-and then kept: a further render takes under a millisecond.
+limited in time, memory and output (see `template_worker.py`). It is started at the first use (about 0.1 s),
+or before that by `start_worker`, and then kept: a further render takes under a millisecond.
 """
 
 from __future__ import annotations

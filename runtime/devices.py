@@ -12,6 +12,7 @@ import ctypes
 import io
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -27,6 +28,7 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _WARNING, _FATAL = 2, 4  # onnxruntime's log severities; failures reach us as exceptions, once
 _GQA = "com.microsoft.GroupQueryAttention"
 _TILES_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+_tiles_lock = threading.Lock()  # held while the variable is ours: all threads have one environment
 
 # y = x + x as an ONNX model (opset 18, float32 [n]); tests/test_devices.py makes it anew.
 PROBE_MODEL = bytes.fromhex(
@@ -200,15 +202,17 @@ def plain_attention() -> Iterator[None]:
     """While a session is made: GroupQueryAttention with its plain kernel, not the tiled one.
 
     The tiled one reads 512 tokens 7 % slower (135M parameters, int4, AVX2), and nothing but this variable chooses.
+    One thread at a time.
     """
-    if _TILES_OFF in os.environ:  # the user has chosen
-        yield
-        return
-    os.environ[_TILES_OFF] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_TILES_OFF, None)
+    with _tiles_lock:
+        if _TILES_OFF in os.environ:  # the user has chosen
+            yield
+            return
+        os.environ[_TILES_OFF] = "1"
+        try:
+            yield
+        finally:
+            os.environ.pop(_TILES_OFF, None)
 
 
 @contextlib.contextmanager

@@ -55,6 +55,8 @@ class Graphs:
         self._is_recurrent = any(state.growth == "constant" for state in bundle.manifest.state)
         self._sessions: dict[str, Session] = {}
         self._lock = threading.Lock()
+        if self._is_recurrent:
+            bundle.graph("decode")  # loaded at the first step, but audited now
         for role in ("encode", "prefill"):  # what every input goes through; a fault shows at once
             if role in bundle.manifest.graphs:
                 self.session(role)

@@ -88,6 +88,11 @@ class Row:
     stop_texts: StopTexts
     token_ids: list[int] = field(default_factory=list)  # the answer so far
 
+    @property
+    def end(self) -> int:
+        """How many tokens it will have at most, with the prompt's."""
+        return len(self.prompt_ids) + self.limit
+
     def accept(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Add a token; gives the text that became final and whether the row is done."""
         self.token_ids.append(token_id)

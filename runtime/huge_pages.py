@@ -22,8 +22,11 @@ _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *$")  # anonymous an
 _RSS = re.compile(r"Rss: +(\d+) kB")
 
 
-def use_huge_pages() -> int:
-    """For all private memory of this process that is resident in large pieces; gives the bytes that were moved."""
+def use_huge_pages(limit: int) -> int:
+    """For private memory of this process that is resident in large pieces, about `limit` bytes; gives what was moved.
+
+    Linux puts new mappings below the older ones and lists them by address, so the newest come first.
+    """
     moved = 0
     with contextlib.suppress(
         OSError, AttributeError, ValueError
@@ -35,6 +38,7 @@ def use_huge_pages() -> int:
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for start, end in list(_resident_mappings()):
             first, last = -(-start // page) * page, end // page * page
+            last = min(last, first + -(-(limit - moved) // page) * page)
             if last > first and madvise(first, last - first, _COLLAPSE) == 0:
                 moved += last - first
     return moved

@@ -1,7 +1,7 @@
 """What manifest.json says: bundle format 3, as frozen dataclasses that cannot be inconsistent.
 
-The file has one canonical form (UTF-8, sorted keys, indent 2, a newline at its end) and carries the sha256
-of that form without the key `manifest_sha256`, so that every changed byte of it is noticed.
+The file is written in one canonical form (UTF-8, sorted keys, indent 2, a newline at its end) and carries the
+sha256 of its own bytes without the line of `manifest_sha256`, so that every changed byte of it is noticed.
 """
 
 from __future__ import annotations

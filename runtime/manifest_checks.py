@@ -22,6 +22,9 @@ _GRAPHS: dict[Kind, tuple[str, ...]] = {
     "encoder-decoder": ("encode", "prefill", "decode"),
 }
 _CHOOSERS = {"select", "sample"}
+_TEXTS = {"reference", "runtime", "text_sha256", "errors"}  # of the quality's certificate
+_COUNTS = {"tokens", "windows", "window"}
+_MOST = 1e300  # a figure: what is more, Python may not be able to print
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -34,6 +37,9 @@ def check_manifest(manifest: Manifest) -> None:
         _check_outputs(manifest, role)
     for name in manifest.files:
         _check_bare_name(name)
+    for name, value in (manifest.quality or {}).items():
+        if not _fits_quality(name, value):
+            raise BundleError(f"{MANIFEST}: quality[{name[:60]!r}] is {repr(value)[:60]}, which cannot be")
 
 
 def _check_kind(manifest: Manifest) -> None:
@@ -177,3 +183,22 @@ def _check_bare_name(name: str) -> None:
     """Refuse a file name that could lead out of the bundle's folder, on any system."""
     if not name or name in {".", ".."} or name == MANIFEST or any(c in "/\\:\0" or ord(c) < 32 for c in name):
         raise BundleError(f"{MANIFEST} names the file {name!r}; a bundle's files have bare names")
+
+
+def _fits_quality(name: str, value: object) -> bool:
+    """Texts, counts and the largest difference have their names; all else is a figure with its error."""
+    if name in _TEXTS:
+        return isinstance(value, str)
+    if name in _COUNTS:
+        return type(value) is int and value >= 0
+    if name == "kl_max":
+        return _is_figure(value)
+    if not isinstance(value, dict):
+        return False
+    if name == "source":  # sha256 by file
+        return all(isinstance(digest, str) for digest in value.values())
+    return value.keys() == {"value", "error"} and all(map(_is_figure, value.values()))
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST

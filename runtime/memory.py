@@ -42,8 +42,9 @@ def estimate_memory(bundle: Bundle) -> MemoryEstimate:
         count = math.prod(dim for dim in state.shape if isinstance(dim, int))
         sizes[state.growth] += count * ITEM_SIZES[state.dtype]
     per_token = sizes["append"] + sizes["capacity"]
-    # single sequences are decoded with the prefill graph too: engine.Graphs
-    used = [bundle.summary(role) for role in ("encode", "prefill") if role in manifest.graphs]
+    # all but recurrent states are decoded with the prefill graph too: engine.Graphs
+    opened = {"encode", "prefill"} | ({"decode"} if sizes["constant"] else set())
+    used = [bundle.summary(role) for role in manifest.graphs if role in opened]
     return MemoryEstimate(
         weights=weights.size if weights else 0,
         packed=sum(summary.packable_bytes for summary in used),

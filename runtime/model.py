@@ -20,6 +20,7 @@ from .bundle import Bundle
 from .chat import Message, open_template
 from .devices import Device, DeviceName, choose_device
 from .draft_length import RunCosts
+from .drafters import Drafter
 from .encoder import encode
 from .engine import Engine, Graphs, open_engine
 from .generate import Result, Row, Step, collect_results, make_row, run_rows
@@ -34,6 +35,7 @@ __all__ = ["Model", "Result", "load"]
 
 _GREEDY = SamplingOptions()
 _ROOM = 256  # new tokens that a cache is first made for when no number is given
+_MOST_ROOM = 2048  # and when one is: the cache grows by itself, and a large one is prefilled in small chunks
 
 
 def load(
@@ -54,8 +56,10 @@ def load(
     beside = Beside(lambda: _check_and_read_tokenizer(bundle))
     try:
         graphs = Graphs(bundle, choose_device(device, bundle), threads=threads)
-    finally:
-        tokenizer = beside.result()  # if something failed, a changed file is the better explanation
+    except Exception:  # not Ctrl-C, which need not wait for the sums
+        beside.result()  # a changed file is the better explanation
+        raise
+    tokenizer = beside.result()
     give_back_freed()
     return Model(bundle, graphs, tokenizer)
 
@@ -124,10 +128,8 @@ class Model:
         parse_special: bool = False,
     ) -> Iterator[Step]:
         """Continue several prompts together; a step's `row` says whose it is. Each row draws from the same seed."""
-        started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        rows = self._read_prompts(prompts, parse_special=parse_special)
-        return self._stream(rows, options, started, self._speculation)
+        return self._begin(prompts, options, parse_special=parse_special)[1]
 
     def generate_batch(
         self,
@@ -138,10 +140,9 @@ class Model:
         parse_special: bool = False,
     ) -> list[Result]:
         """The whole answers to several prompts, in their order."""
-        started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        rows = self._read_prompts(prompts, parse_special=parse_special)
-        return collect_results(rows, list(self._stream(rows, options, started, self._speculation)))
+        rows, steps = self._begin(prompts, options, parse_special=parse_special)
+        return collect_results(rows, list(steps))
 
     def chat(
         self,
@@ -206,6 +207,18 @@ class Model:
 
     # --- how it is done ----------------------------------------------------------------------------------
 
+    def _begin(
+        self, prompts: Sequence[Input], options: SamplingOptions, *, parse_special: bool
+    ) -> tuple[list[Array], Iterator[Step]]:
+        """The prompts as they were read, and the steps that answer them."""
+        started, speculation = time.perf_counter(), self._speculation
+        if speculation is not None and len(prompts) > 1:
+            raise SpeculationError(
+                f"speculation is for one prompt at a time, here are {len(prompts)}; end it with speculate(None)"
+            )
+        rows = self._read(prompts, "prompt", parse_special=parse_special)
+        return rows, self._stream(rows, options, started, speculation)
+
     def _stream(
         self, prompts: list[Array], options: SamplingOptions, started: float, speculation: Speculation | None
     ) -> Iterator[Step]:
@@ -221,13 +234,11 @@ class Model:
             make_row(self.manifest, index, ids, options, seed, decode, context=ids)
             for index, ids in enumerate(starts)
         ]
-        room = (
-            min(_ROOM, max(row.limit for row in rows))
-            if options.max_new_tokens is None
-            else options.max_new_tokens
-        )
+        room = _first_room(options)
         engine = open_engine(graphs, len(rows), max(map(len, starts)) + room, encoded)
-        engine = self._run_ahead(engine, rows, speculation, prompts if encoded is not None else [])
+        drafter = self._open_drafter(rows, room, speculation, prompts if encoded is not None else ())
+        if drafter is not None:
+            engine = SpeculativeEngine(engine, drafter, self._costs, rows[0].end)
         source_tokens = 0 if encoded is None else int(encoded.mask.sum())
         yield from run_rows(engine, rows, options, seed, started=started, source_tokens=source_tokens)
 
@@ -237,10 +248,10 @@ class Model:
         seed = fresh_seed() if options.seed is None else options.seed
         decode = self.tokenizer.decode if self.tokenizer else None
         row = make_row(self.manifest, 0, prompt_ids, options, seed, decode, context=())
-        if speculation is not None and speculation.draft is not None:
-            speculation.draft._open_graphs()  # noqa: SLF001 (a closed one is an error before the cache is taken)
-        engine, cached = self._take_kept(prompt_ids, options.max_new_tokens or _ROOM)
-        running = self._run_ahead(engine, [row], speculation)
+        room = _first_room(options)
+        drafter = self._open_drafter([row], room, speculation)  # first: if it fails, the cache is still kept
+        engine, cached = self._take_kept(prompt_ids, room)
+        running = engine if drafter is None else SpeculativeEngine(engine, drafter, self._costs, row.end)
         try:
             yield from run_rows(running, [row], options, seed, started=started, cached=cached)
         finally:  # also after Ctrl-C: a step that failed left the engine as it was
@@ -251,23 +262,17 @@ class Model:
                 if self._graphs is not None:
                     self._kept = engine, tokens[: engine.lengths[0]]
 
-    def _run_ahead(
-        self,
-        engine: Engine,
-        rows: list[Row],
-        speculation: Speculation | None,
-        sources: Sequence[Array] = (),
-    ) -> Engine:
-        """The engine, or one around it that speculates. `sources`: of an encoder-decoder."""
-        manifest = self.manifest
+    def _open_drafter(
+        self, rows: list[Row], room: int, speculation: Speculation | None, sources: Sequence[Array] = ()
+    ) -> Drafter | None:
+        """What guesses for the one row, and has read its prompt. `sources`: of an encoder-decoder."""
         if speculation is None:
-            return engine
-        [row] = rows
+            return None
+        [row], manifest = rows, self.manifest
         draft = None if speculation.draft is None else speculation.draft._open_graphs()  # noqa: SLF001 (its own class)
-        end = len(row.prompt_ids) + row.limit
         may_copy = manifest.inputs.vocab_size == manifest.vocab_size  # source and answer have the same tokens
         source = [token for ids in sources for token in ids.tolist()] if may_copy else []
-        return SpeculativeEngine(engine, open_drafter(draft, row.prompt_ids, end, source), self._costs, end)
+        return open_drafter(draft, row.prompt_ids, len(row.prompt_ids) + room, source)
 
     def _take_kept(self, prompt_ids: list[int], room: int) -> tuple[Engine, int]:
         """The last chat's engine, cut to what the prompt shares with it, or a new one."""
@@ -276,10 +281,8 @@ class Model:
         if kept is not None:
             engine, tokens = kept
             pairs = enumerate(zip(tokens, prompt_ids, strict=False))
-            shared = next(
-                (place for place, (old, new) in pairs if old != new), min(len(tokens), len(prompt_ids))
-            )
-            shared = min(shared, len(prompt_ids) - 1)  # the last token's logits are needed
+            differing = (place for place, (old, new) in pairs if old != new)
+            shared = min(next(differing, len(tokens)), len(prompt_ids) - 1)  # the last token is to be run
             if shared and (shared == len(tokens) or engine.can_trim):
                 if shared < len(tokens):
                     engine.trim(shared)
@@ -311,13 +314,6 @@ class Model:
         kind, takes, gives = self.manifest.kind, self.manifest.inputs.kind, self.manifest.outputs.kind
         return f"this bundle is a{'n' * kind.startswith('e')} {kind} that takes {takes} and gives {gives}"
 
-    def _read_prompts(self, prompts: Sequence[Input], *, parse_special: bool) -> list[Array]:
-        if self._speculation is not None and len(prompts) > 1:
-            raise SpeculationError(
-                f"speculation is for one prompt at a time, here are {len(prompts)}; end it with speculate(None)"
-            )
-        return self._read(prompts, "prompt", parse_special=parse_special)
-
     def _read(self, inputs: Sequence[Input], noun: str, *, parse_special: bool = False) -> list[Array]:
         if len(inputs) == 0:  # it may be an array
             raise PromptError(f"there are no {noun}s")
@@ -339,6 +335,11 @@ class Model:
         for row in rows:
             check_ids(row, "the target (with its start token)", vocab_size, self.manifest.max_context)
         return rows
+
+
+def _first_room(options: SamplingOptions) -> int:
+    """New tokens that a cache is first made for."""
+    return _ROOM if options.max_new_tokens is None else min(options.max_new_tokens, _MOST_ROOM)
 
 
 def _check_and_read_tokenizer(bundle: Bundle) -> Tokenizer | None:

@@ -6,6 +6,7 @@ pattern for each. The arena is shrunk after long prefills, or it would stay at i
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .manifest import WEIGHTS, GraphInfo
 
 _SETTLED = 16  # decode steps: the session will be used for longer
 _LARGE = 16 << 20  # bytes of weights: less stays in the processor's caches anyway
+_COPIES = 3  # of the weights, at most, that are moved to huge pages: packed ones, and what else is new
 _FATAL = 4  # log severity: a failure is raised, so it need not be logged as well
 _SHRINK = {"cpu": "cpu:0", "cuda": "cpu:0;gpu:0"}
 
@@ -47,9 +49,10 @@ class Session:
         self.device = device
         self.ort = import_onnxruntime()
         options = _session_options(self.ort, bundle.path, device, threads)
+        graph = bundle.graph(role)  # its audit's own error is no failure of onnxruntime's
         try:
             self._session = run_interruptible(
-                lambda: make_session(bundle.graph(role), options, device),
+                lambda: make_session(graph, options, device),
                 cancel=lambda: options.set_load_cancellation_flag(True),
             )
             if device.kind == "cuda":
@@ -61,7 +64,8 @@ class Session:
 
         self._brief_options = self._run_options(shrink=False)
         weights = bundle.manifest.files.get(WEIGHTS)
-        self._is_large = device.kind == "cpu" and weights is not None and weights.size >= _LARGE
+        is_large = device.kind == "cpu" and weights is not None and weights.size >= _LARGE
+        self._to_move = _COPIES * weights.size if weights is not None and is_large else 0  # bytes, once
         self._brief_runs = 0
 
     def binding(self) -> Binding:
@@ -80,8 +84,10 @@ class Session:
         except Exception as error:
             raise SessionError(f"onnxruntime failed in {self.info.file}: {_one_line(error)}") from error
         self._brief_runs += 1
-        if self._brief_runs == _SETTLED and self._is_large:
-            Beside(use_huge_pages)
+        if self._to_move and self._brief_runs >= _SETTLED:  # not ==: two threads may count past it
+            limit, self._to_move = self._to_move, 0
+            with contextlib.suppress(RuntimeError):  # no thread can be started: it goes on as it is
+                Beside(lambda: use_huge_pages(limit))
 
     def run_values(
         self, names: list[str], values: list[Any], outputs: list[str], places: list[Any], *, shrink: bool

@@ -94,15 +94,15 @@ def _kind(manifest: Manifest) -> str:
 
 
 def open_drafter(
-    draft: Graphs | None, prompt_ids: Sequence[int], end: int, source: Sequence[int] = ()
+    draft: Graphs | None, prompt_ids: Sequence[int], expected: int, source: Sequence[int] = ()
 ) -> Drafter:
-    """What guesses for one sequence that will have `end` tokens at most; `draft`: the sessions of the draft model.
+    """What guesses for one sequence that is expected to reach `expected` tokens; `draft`: the sessions of the draft model.
 
     `source`: of an encoder-decoder, what its answer may copy from.
     """
     drafter: Drafter
     if draft is not None:
-        drafter = DraftModel(draft, end)
+        drafter = DraftModel(draft, expected)
     else:
         drafter = PromptLookup()
         drafter.read(source)

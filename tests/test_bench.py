@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from PIL import Image
 from tiny_bundle import VOCAB
 
 from tfmx import InputError
+from tfmx.cli.bench import _as_json, _title
 from tfmx.cli.bench_png import draw_bench
 from tfmx.export.pipeline import ExportOptions, export
 from tfmx.runtime import bench as module
@@ -260,11 +262,22 @@ def test_it_prints_json_and_draws(tmp_path):
     assert (done.code, done.err) == (0, "")
     found = json.loads(done.out)
     assert (found["target"], found["dtype"], found["quant"], found["batch"]) == ("ort", "fp32", None, 2)
+    assert found["cache"] == "float32"
     [entry] = found["lengths"]
     assert entry["length"] == 32
     assert entry["decode_tokens_per_second"].keys() == {"median", "least", "most"}
     assert found["limits"] == {"read_bytes_per_second": 2e10, "flops_per_second": 1e11}
     assert place.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cache_of_int8_is_said():
+    state = [SimpleNamespace(dtype="int8", growth="capacity")]
+    quant = SimpleNamespace(weights="int4")
+    manifest = SimpleNamespace(target="ort", dtype="fp32", quant=quant, state=state)
+    bundle = SimpleNamespace(path="b", manifest=manifest)
+    title = _title(bundle, SimpleNamespace(threads=2, batch=1, repeats=5))
+    assert title == "b: ort, int4 in fp32, cache int8, 2 threads, batch 1, 5 repeats"
+    assert _as_json(bundle, Spread(1.0, 1.0, 1.0))["cache"] == "int8"
 
 
 def test_the_picture_shows_each_bar_before_its_limit():

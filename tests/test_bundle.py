@@ -240,6 +240,17 @@ def test_another_format_is_refused(folder, found):
         ),
         (lambda c: c.update(target="cuda"), r"target is 'cuda', expected 'ort' or 'portable'$"),
         (lambda c: c.update(parity=3), r"parity is 3, expected an object$"),
+        (lambda c: c.update(quality={"tokens": "9"}), r"quality\['tokens'\] is '9', which cannot be$"),
+        (lambda c: c.update(quality={"windows": True}), r"quality\['windows'\] is True"),
+        (lambda c: c.update(quality={"window": -1}), r"quality\['window'\] is -1"),
+        (lambda c: c.update(quality={"runtime": None}), r"quality\['runtime'\] is None"),
+        (lambda c: c.update(quality={"source": {"a": 1}}), r"quality\['source'\] is \{'a': 1\}"),
+        (lambda c: c.update(quality={"kl_max": "0.1"}), r"quality\['kl_max'\] is '0\.1'"),
+        (lambda c: c.update(quality={"top_1": 0.9}), r"quality\['top_1'\] is 0\.9"),
+        (lambda c: c.update(quality={"top_1": {"value": 0.9}}), r"quality\['top_1'\] is \{'value': 0\.9\}"),
+        (lambda c: c.update(quality={"top_1": {"value": 1, "error": "0"}}), r"quality\['top_1'\] is"),
+        (lambda c: c.update(quality={"top_1": {"value": 10**400, "error": 0}}), r"quality\['top_1'\] is"),
+        (lambda c: c.update(quality={"a\nb": 1}), r"quality\['a\\nb'\] is 1, which cannot be$"),
     ],
 )
 def test_a_manifest_that_cannot_be_right_names_what_is_wrong(folder, change, line):
@@ -308,8 +319,13 @@ def test_file_info_reads_in_blocks(tmp_path):
 
 
 def test_a_bundle_may_have_a_certificate_and_free_parts(folder):
+    quality = {"runtime": "onnxruntime", "tokens": 9, "source": {"a": "00"}, "kl_max": 0.5}
+    quality |= {"kl_mean": {"value": 0.25, "error": 0}}
     manifest = replace(
-        Bundle.open(folder).manifest, parity={"cases": [1, 2.5, None, "ü"]}, model={"a": {"b": [1]}}
+        Bundle.open(folder).manifest,
+        parity={"cases": [1, 2.5, None, "ü"]},
+        model={"a": {"b": [1]}},
+        quality=quality,
     )
     write_manifest(folder, manifest)
     assert Bundle.open(folder).manifest == manifest

@@ -16,7 +16,6 @@ from tfmx.export.calibrate import (
     WINDOW,
     calibrate,
     calibration_windows,
-    collect_kv_ranges,
 )
 from tfmx.export.gptq import CalibrationError, round_gptq
 from tfmx.export.progress import Silent
@@ -285,7 +284,7 @@ def test_a_layer_is_calibrated_with_what_the_rounded_layers_before_it_give():
 def test_ranges_are_those_of_the_cache_that_the_decoder_writes():
     decoder, windows = random_decoder(PLAIN), windows_of(PLAIN)
     _, state = run(decoder, windows)
-    ranges = collect_kv_ranges(PLAIN, reader(weights_of(decoder)), windows, Silent())
+    ranges = calibrate(PLAIN, reader(weights_of(decoder)), windows, lambda _: None, Silent()).ranges
     assert len(ranges) == PLAIN.n_layers
     for layer, (keys, values) in enumerate(ranges):
         assert keys.shape == (PLAIN.attention.n_kv_heads, PLAIN.attention.head_dim)
@@ -298,7 +297,7 @@ def test_ranges_of_a_rounded_decoder_are_its_own():
     body = lambda name: format_ if name.startswith("blocks.") else None  # noqa: E731 (a format by name)
     found = calibrate(TIED, reader(weights), windows, body, Silent())
     dequantised = {name: blocks.dequantised() for name, blocks in found.blocks.items()}
-    theirs = collect_kv_ranges(TIED, reader(weights | dequantised), windows, Silent())
+    theirs = calibrate(TIED, reader(weights | dequantised), windows, lambda _: None, Silent()).ranges
     for pair, other in zip(found.ranges, theirs, strict=True):
         torch.testing.assert_close(pair, other)
 
@@ -314,5 +313,5 @@ def test_progress_counts_layers_and_the_head():
             self.done += amount
 
     counter = Counter()
-    collect_kv_ranges(PLAIN, reader(weights_of(random_decoder(PLAIN))), windows_of(PLAIN), counter)
+    calibrate(PLAIN, reader(weights_of(random_decoder(PLAIN))), windows_of(PLAIN), lambda _: None, counter)
     assert counter.done == counter.total > PLAIN.n_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -309,3 +310,21 @@ def test_sessions_are_made_with_plain_attention_and_the_environment_is_left_as_i
     with devices.plain_attention():
         assert os.environ[variable] == "0"
     assert os.environ[variable] == "0"
+
+
+def test_two_threads_do_not_take_each_others_setting_for_the_users(monkeypatch):
+    variable, seen, entered = "ORT_GQA_DISABLE_FLASH_ATTENTION", [], threading.Event()
+    monkeypatch.delenv(variable, raising=False)
+
+    def make():
+        with devices.plain_attention():
+            entered.set()
+            seen.append(os.environ.get(variable))
+
+    other = threading.Thread(target=make)
+    with devices.plain_attention():
+        other.start()
+        assert not entered.wait(0.2)
+    other.join(30)
+    assert seen == ["1"]
+    assert variable not in os.environ

@@ -19,7 +19,7 @@ from tiny_bundle import (
 )
 
 from tfmx.runtime import append_engine, capacity_engine, device_buffer
-from tfmx.runtime.bundle import Bundle, GraphInfo, StateInfo, TensorInfo
+from tfmx.runtime.bundle import Bundle, BundleError, GraphInfo, StateInfo, TensorInfo
 from tfmx.runtime.device_choice import open_chooser
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import ContextFullError, Graphs, open_engine
@@ -225,7 +225,8 @@ def test_memory_on_a_device_behaves_the_same(capacity_graphs, weights, monkeypat
     import onnxruntime
 
     def put(array, _kind, _index):
-        return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), "cpu", 0)
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), "cpu", 0)
+        return SimpleNamespace(numpy=lambda: value.numpy().copy(), data_ptr=value.data_ptr)  # as from a GPU
 
     fake = SimpleNamespace(OrtValue=SimpleNamespace(ortvalue_from_numpy=put))
     monkeypatch.setattr(device_buffer, "import_onnxruntime", lambda: fake)
@@ -308,6 +309,17 @@ def test_a_recurrent_state_is_carried_from_run_to_run(recurrent, weights, monkey
     found = engine.prefill([[9, 10, 11]]).numpy()[0]
     assert_close(found, weights["embed"][[4, 5, 6, 8, 9, 10, 11]].sum(0) @ weights["head"])
     assert not engine.can_trim
+
+
+def test_a_decode_graph_that_fails_the_audit_is_refused_at_once(recurrent):
+    """Also with all sums right; its session would be made at the first step."""
+    manifest = Bundle.look(recurrent).manifest
+    graph = onnx.load(recurrent / "decode.onnx")
+    graph.graph.node[0].op_type = "Loop"
+    (recurrent / "decode.onnx").write_bytes(graph.SerializeToString())
+    write_manifest(recurrent, replace(manifest, files=list_files(recurrent)))
+    with pytest.raises(BundleError, match="Loop"):
+        Graphs(Bundle.look(recurrent), CPU, threads=1)
 
 
 def test_a_chat_that_cannot_be_trimmed_starts_anew(recurrent):

@@ -23,6 +23,7 @@ from tiny_bundle import (
 
 import tfmx
 from tfmx import InputError
+from tfmx.runtime import model as model_module
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.generate import NumericsError
 from tfmx.runtime.sampling import SamplingError, SamplingOptions
@@ -395,3 +396,20 @@ def test_the_bundle_can_be_loaded_from_a_relative_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ids_of(tfmx.load("b").generate([5], FREE, max_new_tokens=2)) == reference_greedy(WEIGHTS, [5], 2)
     assert Bundle.open("b").manifest.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(("asked", "room"), [(None, 256), (7, 7), (100_000, 2048)])
+def test_a_cache_is_first_made_for_a_moderate_answer(model, monkeypatch, asked, room):
+    """A large one would be prefilled in small chunks, and it grows anyway."""
+    expected, real = [], model_module.open_engine
+
+    def noted(graphs, batch, length, *more):
+        expected.append(length)
+        return real(graphs, batch, length, *more)
+
+    monkeypatch.setattr(model_module, "open_engine", noted)
+    hi = [{"role": "user", "content": "Hi"}]
+    model._kept = None
+    next(model.generate([5, 9, 17], FREE, max_new_tokens=asked))
+    next(model.chat(hi, FREE, max_new_tokens=asked))
+    assert expected == [3 + room, len(model.chat_ids(hi)) + room]

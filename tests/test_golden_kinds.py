@@ -195,6 +195,8 @@ def test_memory_of_every_kind(tmp_path):
     recurrent = estimate("recurrent_regressor")
     assert (recurrent.constant_state, recurrent.cache_per_token) == (4 * WIDTH, 0)
     assert recurrent.single_sequence == recurrent.packed + 4 * WIDTH
+    graphs = Bundle.open(tmp_path / "recurrent_regressor")  # its steps have a session of their own
+    assert recurrent.packed == sum(graphs.summary(role).packable_bytes for role in ("prefill", "decode")) > 0
     pair = estimate("encoder_decoder")
     assert pair.cache_per_token == 2 * 4 * H * D
     assert pair.fixed_state == 2 * 4 * H * D * LENGTH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import platform
+import queue
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from tfmx.runtime.sampling import SamplingOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 SIZE = 32 << 20
+ALL = 1 << 40
 
 
 def private(size: int) -> mmap.mmap:
@@ -32,11 +34,20 @@ def test_resident_memory_moves_and_stays_the_same():
     pattern = bytes(range(256)) * (SIZE // 256)
     memory = private(SIZE)
     memory.write(pattern)
-    moved = use_huge_pages()
+    moved = use_huge_pages(ALL)
     if moved == 0 and tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
         pytest.skip("this kernel cannot")
     assert moved >= SIZE // 2
     assert memory[:] == pattern
+
+
+def test_no_more_is_moved_than_asked_for():
+    memory = private(SIZE)
+    memory.write(b"x" * SIZE)
+    page = 2 << 20
+    assert use_huge_pages(0) == 0
+    assert use_huge_pages(3 * page + 1) <= 4 * page
+    assert memory[:] == b"x" * SIZE
 
 
 def test_memory_with_holes_does_not_grow():
@@ -44,7 +55,7 @@ def test_memory_with_holes_does_not_grow():
     for place in range(0, 4 * SIZE, 1 << 20):  # a small page of each MB
         memory[place] = 1
     before = resident()
-    use_huge_pages()
+    use_huge_pages(ALL)
     assert resident() - before < SIZE
 
 
@@ -54,17 +65,17 @@ def test_nothing_happens_where_the_system_says_never(monkeypatch, tmp_path):
     monkeypatch.setattr(huge_pages, "SETTINGS", tmp_path)
     memory = private(SIZE)
     memory.write(b"x" * SIZE)
-    assert use_huge_pages() == 0
+    assert use_huge_pages(ALL) == 0
 
 
 def test_nothing_happens_where_there_are_no_such_files(monkeypatch, tmp_path):
     monkeypatch.setattr(huge_pages, "SETTINGS", tmp_path)
-    assert use_huge_pages() == 0
+    assert use_huge_pages(ALL) == 0
 
 
 def test_a_large_session_asks_once_and_only_when_it_is_used_for_long(monkeypatch, tmp_path):
     asked = threading.Semaphore(0)
-    monkeypatch.setattr(session, "use_huge_pages", asked.release)
+    monkeypatch.setattr(session, "use_huge_pages", lambda _limit: asked.release())
     monkeypatch.setattr(session, "_LARGE", 1)
     write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
     model = tfmx.load(tmp_path / "b", threads=1)
@@ -82,8 +93,35 @@ def test_a_large_session_asks_once_and_only_when_it_is_used_for_long(monkeypatch
 
 def test_a_small_session_does_not_ask(monkeypatch, tmp_path):
     asked = threading.Semaphore(0)
-    monkeypatch.setattr(session, "use_huge_pages", asked.release)
+    monkeypatch.setattr(session, "use_huge_pages", lambda _limit: asked.release())
     write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
     model = tfmx.load(tmp_path / "b", threads=1)
     list(model.generate([1, 2, 3], SamplingOptions(ignore_eos=True), max_new_tokens=24))
     assert not asked.acquire(timeout=0.3)
+
+
+@pytest.fixture
+def large(monkeypatch, tmp_path):
+    """A model whose session counts as large."""
+    monkeypatch.setattr(session, "_LARGE", 1)
+    write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
+    return tfmx.load(tmp_path / "b", threads=1)
+
+
+def test_a_session_asks_for_a_few_times_its_weights_even_if_the_count_jumped(large, monkeypatch):
+    """Two threads that count at once may step over any one number."""
+    limits = queue.SimpleQueue()
+    monkeypatch.setattr(session, "use_huge_pages", limits.put)
+    large._open_graphs().decoder._brief_runs = 99
+    list(large.generate([1, 2, 3], SamplingOptions(ignore_eos=True), max_new_tokens=4))
+    assert limits.get(timeout=30) == 3 * large.manifest.files["weights.bin"].size
+    assert limits.empty()
+
+
+def test_a_thread_that_cannot_be_started_ends_no_answer(large, monkeypatch):
+    def refuse(_work):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(session, "Beside", refuse)
+    steps = list(large.generate([1, 2, 3], SamplingOptions(ignore_eos=True), max_new_tokens=24))
+    assert len(steps) == 24

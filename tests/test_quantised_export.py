@@ -11,11 +11,14 @@ import pytest
 import torch
 from random_models import PLAIN, PLAIN_ATTENTION, VARIANTS, random_source
 
+import tfmx.export.cache_scales as cache_scales_module
 import tfmx.export.quantiser as quantiser_module
+import tfmx.export.source as source_module
 from tfmx import InputError
 from tfmx.export.layout import CODES, SCALES, BlockLayout, as_stored, packed, shared_name, unpacked
 from tfmx.export.parity import ParityError
 from tfmx.export.pipeline import DTYPES, ExportOptions, export_model
+from tfmx.export.quantiser import rounded
 from tfmx.export.recipe import Quant, describe, parse_layout
 from tfmx.export.rounding import round_nearest
 from tfmx.export.source import open_source
@@ -145,7 +148,7 @@ def test_rows_in_another_order_are_caught(
         return tensor.flip(0 if target == "ort" else -1) if name == part else tensor
 
     monkeypatch.setattr(quantiser_module, "packed", swapped)
-    with pytest.raises(ParityError, match="of its own size away from its source"):
+    with pytest.raises(ParityError, match="steps of its blocks away from its source"):
         exported(tmp_path, ExportOptions(target=target, quant=Quant(bits=4)))
 
 
@@ -245,3 +248,44 @@ def test_an_interrupted_growth_of_the_cache_leaves_it_as_it_was(
                 engine.prefill([ids[61:]])
         engine.decode([ids[61]])
         assert np.abs(engine.prefill([ids[62:]]).numpy() - whole).max() < 2e-3 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("factor", [0.05, 20.0])
+def test_scales_of_a_cache_that_do_not_fit_are_caught(
+    tmp_path: Path, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch rounds by the same scales, so that parity alone would not see it."""
+    monkeypatch.setattr(cache_scales_module, "MARGIN", cache_scales_module.MARGIN * factor)
+    with pytest.raises(ParityError, match="an int8 cache loses"):
+        exported(tmp_path, ExportOptions(kv="int8"))
+
+
+@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (8, False), (8, True)])
+def test_codes_off_by_one_are_caught(
+    tmp_path: Path, bits, zero_points: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(quant, layout, matrix, name, importance=None):
+        blocks = rounded(quant, layout, matrix, name, importance)
+        return replace(blocks, codes=(blocks.codes + 1).clamp(max=layout.format.top))
+
+    monkeypatch.setattr(source_module, "rounded", shifted)
+    with pytest.raises(ParityError, match="steps of its blocks away"):
+        exported(tmp_path, ExportOptions(quant=Quant(bits=bits, zero_points=zero_points)))
+
+
+def test_one_wrong_row_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed_up(quant, layout, matrix, name, importance=None):
+        blocks = rounded(quant, layout, matrix, name, importance)
+        codes = blocks.codes.clone()
+        codes[[3, 4]] = codes[[4, 3]]
+        return replace(blocks, codes=codes)
+
+    monkeypatch.setattr(source_module, "rounded", mixed_up)
+    with pytest.raises(ParityError, match="steps of its blocks away"):
+        exported(tmp_path, ExportOptions(quant=Quant(bits=8)))
+
+
+def test_a_head_alone_may_be_quantised(tmp_path: Path) -> None:
+    """The gate allows for what its inputs lose too."""
+    _, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=4, skip=("blocks.*",))))
+    assert set(bundle.manifest.quant.matrices) <= {"embed.weight", "head.weight"}

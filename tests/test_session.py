@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from tiny_bundle import list_files, tiny_weights, write_bundle, write_manifest
 import tfmx
 from tfmx import TfmxError
 from tfmx.runtime import memory
-from tfmx.runtime.bundle import Bundle
+from tfmx.runtime import model as model_module
+from tfmx.runtime.bundle import Bundle, BundleError
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import Graphs, open_engine
 from tfmx.runtime.sampling import SamplingOptions
@@ -36,6 +38,54 @@ def test_a_graph_that_onnxruntime_refuses_is_one_line(tmp_path, capfd):
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, TfmxError)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_graph_that_fails_the_audit_is_no_failure_of_onnxruntime(tmp_path):
+    folder = tmp_path / "b"
+    manifest = write_bundle(folder, "append")
+    model = onnx.load(folder / "prefill.onnx", load_external_data=False)
+    model.graph.node[0].op_type = "Loop"
+    (folder / "prefill.onnx").write_bytes(model.SerializeToString())
+    write_manifest(folder, replace(manifest, files=list_files(folder)))
+    with pytest.raises(BundleError, match="Loop"):
+        tfmx.load(folder)
+
+
+def test_a_changed_file_explains_what_onnxruntime_refuses(tmp_path, monkeypatch):
+    write_bundle(tmp_path / "b", "append")
+    weights = bytearray((tmp_path / "b" / "weights.bin").read_bytes())
+    weights[0] ^= 1
+    (tmp_path / "b" / "weights.bin").write_bytes(weights)
+
+    def refuse(*_, **__):
+        raise SessionError("no")
+
+    with pytest.raises(BundleError, match=r"weights\.bin was changed"):  # the session would be made
+        tfmx.load(tmp_path / "b")
+    monkeypatch.setattr(model_module, "Graphs", refuse)
+    with pytest.raises(BundleError, match=r"weights\.bin was changed"):
+        tfmx.load(tmp_path / "b")
+    with pytest.raises(SessionError, match=r"^no$"):
+        tfmx.load(tmp_path / "b", check=False)
+
+
+def test_ctrl_c_does_not_wait_for_the_sums(tmp_path, monkeypatch):
+    write_bundle(tmp_path / "b", "append")
+    may_end, ended = threading.Event(), threading.Event()
+
+    def check(_bundle):
+        may_end.wait(20)
+        ended.set()
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_module, "_check_and_read_tokenizer", check)
+    monkeypatch.setattr(model_module, "Graphs", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tfmx.load(tmp_path / "b")
+    assert not ended.is_set()
+    may_end.set()
 
 
 def test_a_run_that_fails_is_one_line_and_the_session_goes_on(tmp_path, capfd):

@@ -309,6 +309,25 @@ def test_a_chat_that_is_left_inside_a_draft_goes_on_right(model, always, monkeyp
     assert_same(plain, again)
 
 
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
+def test_a_draft_model_that_cannot_read_the_prompt_loses_no_cache(model, monkeypatch, failure):
+    hi = [{"role": "user", "content": "Hi"}]
+    list(model.chat(hi, FREE, max_new_tokens=5))
+    kept = model._kept
+
+    def fail(*_):
+        raise failure
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model_module, "open_drafter", fail)
+        model.speculate(Speculation())
+        with pytest.raises(failure):
+            list(model.chat(hi, FREE, max_new_tokens=5))
+        model.speculate(None)
+    assert model._kept is kept is not None
+    assert next(model.chat(hi, FREE, max_new_tokens=5)).statistics.cached_tokens > 0
+
+
 def test_an_encoder_decoder_gives_the_same_too(tmp_path, always, monkeypatch):
     write_encoder_decoder(tmp_path / "b")
     always[:] = [3]
@@ -382,6 +401,23 @@ def test_a_draft_model_stops_guessing_at_the_end_of_its_own_context(model, alway
         assert_same(list(model.generate([5] * count, FREE, max_new_tokens=30)), steps)
     assert 0 < found[0][-1].statistics.drafted_tokens < 20
     assert found[1][-1].statistics.drafted_tokens == 0
+
+
+@pytest.mark.parametrize(("asked", "room"), [(None, 256), (7, 7), (100_000, 2048)])
+def test_a_draft_models_cache_is_first_made_for_a_moderate_answer(model, monkeypatch, asked, room):
+    expected = []
+
+    def noted(_draft, _prompt_ids, length, _source):
+        expected.append(length)
+        return PromptLookup()
+
+    monkeypatch.setattr(model_module, "open_drafter", noted)
+    model.speculate(Speculation())
+    hi = [{"role": "user", "content": "Hi"}]
+    next(model.generate([5, 9, 17], FREE, max_new_tokens=asked))
+    next(model.chat(hi, FREE, max_new_tokens=asked))
+    model.speculate(None)
+    assert expected == [3 + room, len(model.chat_ids(hi)) + room]
 
 
 def test_a_draft_model_forgets_its_wrong_guesses(model):
@@ -484,6 +520,18 @@ def test_the_command_speculates_and_says_how_often_it_was_right(always):
     assert "guesses" not in plain.err
     chat = run_tfmx("run", cli_bundle(), "--chat", "abcabcabcabc", "--max-tokens", 30, "--speculate")
     assert chat.out == run_tfmx("run", cli_bundle(), "--chat", "abcabcabcabc", "--max-tokens", 30).out
+
+
+def test_the_command_says_so_when_nothing_was_guessed(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny_bundle, "CONTEXT", 8)  # shorter than the prompt
+        write_bundle(tmp_path / "draft", "capacity")
+    arguments = ("run", cli_bundle(), "abcdefghijkl", "--max-tokens", 4, "--draft", tmp_path / "draft")
+    assert ", 0 of 0 guesses right)" in run_tfmx(*arguments).err
+    found = json.loads(run_tfmx(*arguments, "--json").out)
+    assert (found["drafted_tokens"], found["accepted_tokens"]) == (0, 0)
+    plain = json.loads(run_tfmx("run", cli_bundle(), "abc", "--max-tokens", 4, "--json").out)
+    assert "drafted_tokens" not in plain
 
 
 def test_the_command_refuses_what_cannot_be(tmp_path):

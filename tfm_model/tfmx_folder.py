@@ -41,7 +41,8 @@ def save_model(
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {name: tensor.contiguous() for name, tensor in stored_weights(model).items()}, folder / _WEIGHTS
+        {name: tensor.clone().contiguous() for name, tensor in stored_weights(model).items()},
+        folder / _WEIGHTS,
     )
     if tokenizer_json is not None:
         (folder / _TOKENIZER).write_text(tokenizer_json, encoding="utf-8")
@@ -96,8 +97,13 @@ def model_checkpoint(
 
 
 def stored_weights(model: Transformer) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and the buffers that belong to the model (random directions)."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Parameters, and the buffers that belong to the model (random directions).
+
+    A head that the config ties is not among them; what a model shares on its own account is there under each name.
+    """
+    tied = {"head.weight"} if model.config.head.tied else set()
+    named = model.named_parameters(remove_duplicate=False)
+    weights = {name: parameter.detach() for name, parameter in named if name not in tied}
     kept = model.state_dict()
     return weights | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 

@@ -30,7 +30,7 @@ Tokens = npt.NDArray[np.int64]
 def window_logits(model: str, windows: Tokens, threads: int, *, float32_cache: bool) -> Iterator[Logits]:
     """(T, V) of each window; valid until the next."""
     count = windows.shape[1]
-    context = Context(model, threads, count, float32_cache=float32_cache)
+    context = Context(model, threads, count, "F32" if float32_cache else None)
     for window in windows:
         context.forget()
         context.decode(window.tolist(), every=True)

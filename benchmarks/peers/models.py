@@ -19,7 +19,7 @@ from environments import Environments, call
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-EXPORTER = ("export", "tfm_model", "runtime")  # what decides the bytes of a bundle
+EXPORTER = ("export", "tfm_model", "runtime", "cli")  # what decides the bytes of a bundle
 SHAPES = ("S", "M", "smollm2")
 Precision = Literal["int4", "int8", "fp32"]
 Command = list[str | Path]
@@ -57,13 +57,15 @@ class Candidate:
 
     @property
     def worker(self) -> Path:
-        return HERE / "workers" / f"{_WORKERS[self.engine]}_worker.py"
+        cache = "_q8_cache" if self.name == _Q8_CACHE else ""
+        return HERE / "workers" / f"{_WORKERS[self.engine]}{cache}_worker.py"
 
     @property
     def is_ours(self) -> bool:
         return self.engine == "tfmx"
 
 
+_Q8_CACHE = "llama-q4_0-pure-kv8"  # the same files, another worker
 _WORKERS = {
     "llama.cpp": "llama",
     "onnxruntime-genai": "genai",
@@ -161,11 +163,11 @@ CANDIDATES: dict[str, Candidate] = {
             "tfmx-int8": ("int8", "int8", _tfmx("--quant", "int8")),
             "tfmx-int8-kv8": ("int8, int8 cache", "int8", _tfmx("--quant", "int8", "--kv", "int8")),
             "tfmx-fp32": ("fp32", "fp32", _tfmx()),
-            "tfmx-fp32-kv8": ("fp32, int8 cache", "fp32", _tfmx("--kv", "int8")),
         }),
         *_engine("llama.cpp", "llama", {
             "llama-q4_0": ("Q4_0", "int4", _llama("Q4_0")),
             "llama-q4_0-pure": ("Q4_0 --pure", "int4", _llama("Q4_0", "--pure")),
+            _Q8_CACHE: ("Q4_0 --pure, Q8_0 cache", "int4", _llama("Q4_0", "--pure")),
             "llama-q8_0": ("Q8_0", "int8", _llama("Q8_0")),
             "llama-f32": ("F32", "fp32", _llama_f32),
         }, ".gguf"),
@@ -214,7 +216,9 @@ def made(candidate: Candidate, environments: Environments, shape: Path) -> Path:
 def _digest(commands: list[Command], code: Path | None) -> str:
     digest = hashlib.sha256(json.dumps([[str(part) for part in command] for command in commands]).encode())
     if code is not None:
-        for file in sorted(file for folder in EXPORTER for file in (code / folder).glob("*.py")):
+        for file in sorted(
+            file for folder in EXPORTER for file in (code / folder).iterdir() if file.is_file()
+        ):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -10,6 +10,8 @@ from models import CANDIDATES, Candidate
 
 Run = dict[str, float]  # what a worker prints, with bandwidth, moved, others and discarded
 LENGTHS = (32, 512, 1024)
+MOVED = 0.2  # of the bandwidth, across a measurement that counts as clean
+OTHERS = 0.05  # of the cores, that others took meanwhile
 PRECISIONS = ("int4", "int8", "fp32")
 # Bits of a weight: blocks of 32 with a scale in float16. What an engine adds to that is its own.
 BITS = {"int4": 4.5, "int8": 8.5, "fp32": 32.0}
@@ -67,7 +69,7 @@ def _shape(results: dict[str, Any], shape: str) -> list[str]:
     bandwidth = statistics.median(entry["median"]["bandwidth"] for entry in candidates.values())
     spread = statistics.median(entry["spread"]["decode_512"] for entry in candidates.values())
     disturbed = sum(
-        run["moved"] > 0.2 or run["others"] > 0.05 for e in candidates.values() for run in e["runs"]
+        run["moved"] > MOVED or run["others"] > OTHERS for e in candidates.values() for run in e["runs"]
     )
     lines = [
         f"### {NAMES[shape]}",

@@ -29,11 +29,9 @@ from chart import draw
 from environments import Environments, PeerError
 from machine import Canary, description, physical_cores, watched
 from models import CANDIDATES, SHAPES, Candidate, made, made_source, size_of
-from report import Run, as_markdown, summary
+from report import MOVED, OTHERS, Run, as_markdown, summary
 
 HERE = Path(__file__).parent
-MOVED = 0.2  # of the bandwidth
-OTHERS = 0.05  # of the cores
 LIMIT = 900  # seconds a measurement may take
 
 

@@ -1,4 +1,4 @@
-"""onnxruntime-genai: a Generator of its own for each run, since it has no way back to an empty cache that keeps it."""
+"""onnxruntime-genai: one Generator, rewound to its beginning before each run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class GenAi(Stepwise):
         self.generator: Any = None
 
     def start(self, prompt: Sequence[int]) -> int:
-        self.generator = og.Generator(self.model, self.params)
+        if self.generator is None:
+            self.generator = og.Generator(self.model, self.params)
+        else:
+            self.generator.rewind_to(0)
         self.generator.append_tokens(np.array([prompt], np.int32))
         return self._next()
 

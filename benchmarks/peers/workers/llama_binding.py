@@ -37,7 +37,8 @@ def load_binding() -> Any:
 class Context:
     """One model and one sequence."""
 
-    def __init__(self, path: str, threads: int, capacity: int, *, float32_cache: bool = False) -> None:
+    def __init__(self, path: str, threads: int, capacity: int, cache: str | None = None) -> None:
+        """`cache`: the type of its numbers, such as F32 or Q8_0; None: llama.cpp's own choice."""
         self.binding = binding = load_binding()
         self.model = binding.llama_model_load_from_file(path.encode(), binding.llama_model_default_params())
         if not self.model:
@@ -47,8 +48,8 @@ class Context:
         params.n_batch = params.n_ctx
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
-        if float32_cache:
-            params.type_k = params.type_v = binding.GGML_TYPE_F32
+        if cache is not None:
+            params.type_k = params.type_v = getattr(binding, f"GGML_TYPE_{cache}")
         self.context = binding.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError("llama.cpp cannot make a context")

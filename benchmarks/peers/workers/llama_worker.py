@@ -10,8 +10,10 @@ from measure import Stepwise, main
 
 
 class Llama(Stepwise):
+    cache: str | None = None
+
     def __init__(self, model: str, threads: int, capacity: int) -> None:
-        self.context = Context(model, threads, capacity)
+        self.context = Context(model, threads, capacity, self.cache)
 
     def start(self, prompt: Sequence[int]) -> int:
         self.context.forget()

@@ -1,0 +1,102 @@
+"""Where the time of a step goes, operator by operator: onnxruntime's own profiler, on a bundle.
+
+    python benchmarks/bench_profile.py [BUNDLE] [--lengths 32,512,1024] [--steps 64]
+
+Batch 1. Milliseconds and shares are of what the nodes take: of the median decode step after so many tokens, and of the
+whole prefill. Without BUNDLE, SmolLM2-135M as int4 is exported into .cache/bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from bisect import bisect
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import tfmx
+from tfmx.runtime import session
+from tfmx.runtime.engine import open_engine
+
+ROOT = Path(__file__).parents[1]
+BUNDLE = ROOT / ".cache" / "bench" / "int4"
+WARM = 32  # steps before those that count
+
+Times = Counter[str]  # milliseconds by operator
+
+
+def ensure_bundle() -> Path:
+    if not BUNDLE.exists():
+        fetch = [sys.executable, ROOT / "examples" / "fetch_smollm2.py"]
+        source = subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        export = [Path(sys.executable).with_name("tfmx"), "export", source, "-o", BUNDLE, "--quant", "int4"]
+        subprocess.run([*export, "--requantise", "--no-verify"], check=True)
+    return BUNDLE
+
+
+def profile(bundle: Path, length: int, steps: int) -> tuple[Times, Times]:
+    """Of a prefill, and of the median step after it."""
+    plain = session._session_options  # noqa: SLF001 (the one place where a session's options are made)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def profiled(*arguments: Any) -> Any:
+            options = plain(*arguments)
+            options.enable_profiling = True
+            options.profile_file_prefix = f"{folder}/profile"
+            return options
+
+        with mock.patch.object(session, "_session_options", profiled):
+            graphs = tfmx.load(bundle)._open_graphs()  # noqa: SLF001 (what `generate` runs on)
+        engine = open_engine(graphs, 1, length + WARM + steps)
+        engine.prefill([[(i * 7919) % (graphs.manifest.vocab_size or 1) for i in range(length)]])
+        for _ in range(WARM + steps):
+            engine.decode([5])
+        runs = read_runs(Path(graphs.prefill._session.end_profiling()))  # noqa: SLF001
+    prefill, decode = runs[: -WARM - steps], runs[-steps:]
+    names = {name for run in decode for name in run}
+    return sum(prefill, Times()), Times(
+        {name: statistics.median(run[name] for run in decode) for name in names}
+    )
+
+
+def read_runs(file: Path) -> list[Times]:
+    """What each run of a session spent in its nodes, from the events that onnxruntime wrote."""
+    events = json.loads(file.read_text())
+    starts = sorted(event["ts"] for event in events if event["name"] == "SequentialExecutor::Execute")
+    runs = [Times() for _ in starts]
+    for event in events:
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            runs[bisect(starts, event["ts"]) - 1][event["args"]["op_name"]] += event["dur"] / 1e3
+    return runs
+
+
+def as_row(label: str, times: Times) -> str:
+    total = sum(times.values())
+    shares = ", ".join(f"{name} {time / total:.0%}" for name, time in times.most_common(6))
+    return f"| {label} | {total:.2f} | {shares} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle", nargs="?", type=Path)
+    parser.add_argument("--lengths", default="32,512,1024")
+    parser.add_argument("--steps", type=int, default=64)
+    options = parser.parse_args()
+    bundle = options.bundle or ensure_bundle()
+    print("| run | ms in nodes | shares |\n|---|---|---|")
+    for length in map(int, options.lengths.split(",")):
+        prefill, step = profile(bundle, length, options.steps)
+        print(as_row(f"prefill of {length}", prefill))
+        print(as_row(f"a step at {length}", step), flush=True)
+
+
+if __name__ == "__main__":
+    main()
