@@ -53,8 +53,9 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(["smooth", "search", "nearest"]),
             default="smooth",
             show_default=True,
-            help="nearest: a block's scale spans it. search: the scale that loses least. smooth: search, after large "
-            "channels were evened out between activations and weights (decoders of tokens; else as search).",
+            help="nearest: a block's scale spans it. search: the scale that loses least. smooth: search, weighted "
+            "by what a text of tfmx's shows of the inputs, after large channels were evened out between activations and "
+            "weights (decoders of tokens; else as search).",
         ),
         click.option(
             "--calibrate",

@@ -17,10 +17,12 @@ from tfmx.export.pipeline import ExportOptions, export_model, run_gate
 from tfmx.export.progress import Silent
 from tfmx.export.recipe import Quant, parse_layout
 from tfmx.export.rounded import rounded_blocks
-from tfmx.export.smoothing import Smoothing, check_same, find_smoothing, recover_smoothing
+from tfmx.export.rounding import round_search
+from tfmx.export.smoothing import Smoothing, _add_squares, check_same, find_smoothing, recover_smoothing
 from tfmx.export.source import CheckpointSource
 from tfmx.export.stored import StoredMatrices
 from tfmx.runtime.bundle import Bundle
+from tfmx.tfm_model.blocks import BlockFormat
 from tfmx.tfm_model.checkpoint import Checkpoint, GenerationDefaults, LazyTensor
 from tfmx.tfm_model.layers import Linear
 from tfmx.tfm_model.transformer import Transformer
@@ -197,3 +199,57 @@ def test_plain_rounding_leaves_the_channels(tmp_path: Path) -> None:
         stored.vector("blocks.0.mlp_norm.weight"),
         dict(random_decoder(replace(PLAIN, n_layers=1)).named_parameters())["blocks.0.mlp_norm.weight"],
     )
+
+
+@pytest.mark.parametrize("variant", ["plain", "biases and query/key norm"])
+def test_importance_is_the_square_of_what_a_matrix_reads(variant: str) -> None:
+    """Seen from the model that is evened out: a walk of its own gives the same sums."""
+    model = uneven(VARIANTS[variant])
+    smoothing = found_for(model)
+    other = changed(model, smoothing)
+    walk = LayerWalk(other.config, read_of(other), WINDOWS)
+    sums: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for layer, block in walk:
+            for name, module in block.named_modules():
+                if isinstance(module, Linear):
+                    whole = f"blocks.{layer}.{name}.weight"
+                    sums[whole] = torch.zeros(module.in_features)
+                    module.register_forward_pre_hook(
+                        lambda _, args, total=sums[whole]: _add_squares(total, args[0])
+                    )
+            walk.run(block)
+        sums[walk.head] = sum(x.square().sum(dim=(0, 1)) for x in walk.head_inputs())
+    assert smoothing.importance.keys() == sums.keys()
+    for name, expected in sums.items():
+        torch.testing.assert_close(smoothing.importance[name], expected)
+
+
+def test_weighing_inputs_loses_less_of_what_the_model_computes() -> None:
+    """Matrix by matrix, of the squares of the outputs' error that inputs which do not go together would give."""
+    model = uneven()
+    smoothing, source = found_for(model), source_of(model)
+    smoothed = CheckpointSource(smoothing.smoothed(source._checkpoint), ir.DataType.FLOAT)
+    for name, importance in smoothing.importance.items():
+        w = smoothed.weight(name)
+        assert w is not None
+        errors = [
+            (round_search(w, BlockFormat(bits=4, block=32), name, given).dequantised() - w).square()
+            @ importance
+            for given in (None, importance)
+        ]
+        assert errors[1].sum() < errors[0].sum()
+
+
+def test_a_channel_that_nothing_writes_stays_and_is_found_again(tmp_path: Path) -> None:
+    model = uneven()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.up.weight[-5] = 0
+    source = source_of(model)
+    export_model(source, tmp_path / "bundle", ExportOptions(quant=Quant(bits=8), verify=False))
+    bundle = Bundle.open(tmp_path / "bundle")
+    assert bundle.manifest.quant is not None
+    layouts = {name: parse_layout(text) for name, text in bundle.manifest.quant.matrices.items()}
+    stored = StoredMatrices(bundle.path, ["prefill"], layouts, "ort")
+    stored.check(source.smoothed_as(stored, Silent()).weight)
