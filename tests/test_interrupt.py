@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import sigint_as_usual
 
 from tfmx.runtime.interrupt import run_interruptible
 
@@ -51,7 +52,8 @@ for attempt in range(2):
 
 def start(code: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    with sigint_as_usual():
+        return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def read_line(process: subprocess.Popen[str]) -> str:
@@ -157,13 +159,14 @@ def test_an_interrupt_cancels_and_waits_until_the_work_has_ended(presses):
             os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_interruptible(work, cancel)
-    try:
-        presser.join()
-    except KeyboardInterrupt:
-        presser.join()
+    with sigint_as_usual():
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_interruptible(work, cancel)
+        try:
+            presser.join()
+        except KeyboardInterrupt:
+            presser.join()
     assert events == ["cancelled", "work ended"]
     assert run_interruptible(lambda: "next", lambda: None) == "next"
 
