@@ -53,7 +53,7 @@ def describe_outputs(manifest: Manifest) -> str:
 def describe_numbers(manifest: Manifest) -> str:
     """fp32; int4 in fp32; fp32, cache int8."""
     weights = manifest.dtype if manifest.quant is None else f"{manifest.quant.weights} in {manifest.dtype}"
-    return f"{weights}, cache int8" if any(state.dtype == "int8" for state in manifest.state) else weights
+    return f"{weights}, cache int8" if manifest.has_int8_cache else weights
 
 
 def describe_matrices(quant: QuantInfo) -> str:

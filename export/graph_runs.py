@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime.devices import import_onnxruntime, plain_attention
+from ..runtime.devices import fastest_attention, import_onnxruntime
 from ..tfm_model.state import StateTensor
 from .cases import Case, Run
 from .parity_error import ParityError
@@ -43,12 +43,13 @@ class Graphs:
         )
         if models is not None:  # packed, MatMulNBits sums in a way of its own, twice as far off as PyTorch's
             options.add_session_config_entry("session.disable_prepacking", "1")
-        self.sessions = {
-            kind: _open(
-                (folder / f"{kind}.onnx").read_bytes() if models is None else models[kind], kind, options
-            )
-            for kind in GRAPHS_OF_KIND[signature.kind]
-        }
+        with fastest_attention(int8_cache=cache_scales is not None):  # as the runtime does
+            self.sessions = {
+                kind: _open(
+                    (folder / f"{kind}.onnx").read_bytes() if models is None else models[kind], kind, options
+                )
+                for kind in GRAPHS_OF_KIND[signature.kind]
+            }
 
     def run(self, reference: Reference, pasts: Pasts, case: Case) -> CaseOutputs:
         result = CaseOutputs()
@@ -158,8 +159,7 @@ class Graphs:
 
 def _open(model: bytes, kind: GraphKind, options: Any) -> Any:
     try:
-        with plain_attention():  # as the runtime does
-            return import_onnxruntime().InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return import_onnxruntime().InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no class in common but this
         raise ParityError(f"onnxruntime cannot load {kind}.onnx: {str(error).splitlines()[0]}") from error
 

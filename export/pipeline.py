@@ -178,7 +178,7 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
     )
     arithmetic = Arithmetic(
         activations=manifest.quant.activations if manifest.quant else "float",
-        kv="int8" if any(state.dtype == "int8" for state in manifest.state) else "float",
+        kv="int8" if manifest.has_int8_cache else "float",
     )
     return run_gate(
         bundle.path,

@@ -6,6 +6,7 @@ states, `CapacityEngine` for caches of fixed capacity that the graph writes in p
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .bundle import Bundle
 from .device_choice import Drawn, open_chooser
 from .devices import Device
 from .manifest import BundleError, Manifest
-from .sampling import Draw, SamplingOptions, is_finite
+from .sampling import Draw, SamplingOptions
 from .session import NUMPY_DTYPES, Session
 
 if TYPE_CHECKING:
@@ -184,7 +185,11 @@ class HostLogits:
         return self.array
 
     def greedy(self) -> tuple[list[int], list[bool]]:
-        return [int(row.argmax()) for row in self.array], [is_finite(row) for row in self.array]
+        tokens = [int(row.argmax()) for row in self.array]  # a NaN or +inf, if there is one
+        tops = [float(row[token]) for row, token in zip(self.array, tokens, strict=True)]
+        return tokens, [
+            math.isfinite(top - float(row.min())) for row, top in zip(self.array, tops, strict=True)
+        ]
 
     @property
     def can_draw(self) -> bool:

@@ -95,6 +95,10 @@ class Manifest:
         """What the encode graph computes once for the decoder."""
         return [entry.present for entry in self.state if entry.growth == "fixed"]
 
+    @property
+    def has_int8_cache(self) -> bool:
+        return any(entry.dtype == "int8" for entry in self.state)
+
     def main_input(self, role: str) -> str:
         """What a graph reads: the user's input, or the tokens of the answer."""
         return self.inputs.name if role == "encode" or self.kind == "decoder" else INPUT_NAMES["tokens"]

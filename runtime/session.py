@@ -52,7 +52,7 @@ class Session:
         graph = bundle.graph(role)  # its audit's own error is no failure of onnxruntime's
         try:
             self._session = run_interruptible(
-                lambda: make_session(graph, options, device),
+                lambda: make_session(graph, options, device, int8_cache=bundle.manifest.has_int8_cache),
                 cancel=lambda: options.set_load_cancellation_flag(True),
             )
             if device.kind == "cuda":

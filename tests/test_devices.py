@@ -299,15 +299,17 @@ def test_cuda_gives_what_the_cpu_gives(flavour, dtype, tmp_path):
     assert results["cpu"] == results["cuda"]
 
 
-def test_sessions_are_made_with_plain_attention_and_the_environment_is_left_as_it_was(monkeypatch):
+def test_int8_caches_have_the_plain_attention_and_the_environment_is_left_as_it_was(monkeypatch):
     variable, seen = "ORT_GQA_DISABLE_FLASH_ATTENTION", []
     monkeypatch.delenv(variable, raising=False)
-    with devices.plain_attention():
+    with devices.fastest_attention(int8_cache=True):
         seen.append(os.environ[variable])
     assert seen == ["1"]
     assert variable not in os.environ
+    with devices.fastest_attention(int8_cache=False):
+        assert variable not in os.environ
     monkeypatch.setenv(variable, "0")  # the user has chosen
-    with devices.plain_attention():
+    with devices.fastest_attention(int8_cache=True):
         assert os.environ[variable] == "0"
     assert os.environ[variable] == "0"
 
@@ -317,12 +319,12 @@ def test_two_threads_do_not_take_each_others_setting_for_the_users(monkeypatch):
     monkeypatch.delenv(variable, raising=False)
 
     def make():
-        with devices.plain_attention():
+        with devices.fastest_attention(int8_cache=True):
             entered.set()
             seen.append(os.environ.get(variable))
 
     other = threading.Thread(target=make)
-    with devices.plain_attention():
+    with devices.fastest_attention(int8_cache=True):
         other.start()
         assert not entered.wait(0.2)
     other.join(30)
