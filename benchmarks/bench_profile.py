@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from bisect import bisect
 from collections import Counter
@@ -20,24 +18,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import smollm2
+
 import tfmx
 from tfmx.runtime import session
 from tfmx.runtime.engine import open_engine
 
-ROOT = Path(__file__).parents[1]
-BUNDLE = ROOT / ".cache" / "bench" / "int4"
 WARM = 32  # steps before those that count
 
 Times = Counter[str]  # milliseconds by operator
-
-
-def ensure_bundle() -> Path:
-    if not BUNDLE.exists():
-        fetch = [sys.executable, ROOT / "examples" / "fetch_smollm2.py"]
-        source = subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-        export = [Path(sys.executable).with_name("tfmx"), "export", source, "-o", BUNDLE, "--quant", "int4"]
-        subprocess.run([*export, "--requantise", "--no-verify"], check=True)
-    return BUNDLE
 
 
 def profile(bundle: Path, length: int, steps: int) -> tuple[Times, Times]:
@@ -90,7 +79,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="32,512,1024")
     parser.add_argument("--steps", type=int, default=64)
     options = parser.parse_args()
-    bundle = options.bundle or ensure_bundle()
+    bundle = options.bundle or smollm2.bundle("int4", "--quant", "int4", "--requantise")
     print("| run | ms in nodes | shares |\n|---|---|---|")
     for length in map(int, options.lengths.split(",")):
         prefill, step = profile(bundle, length, options.steps)

@@ -3,7 +3,6 @@
     python benchmarks/bench_run.py
 
 Same weights, batch 1, greedy. Every measurement is a process of its own; rounds are interleaved, and medians shown.
-Bundles are exported once into .cache/bench (unverified: `make demo` verifies the same export).
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-CACHE = ROOT / ".cache" / "bench"
+import smollm2
+
 PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 512, 64, 3
 PROMPT = [(i * 7919) % 49000 + 17 for i in range(PROMPT_TOKENS)]
 
@@ -43,7 +42,7 @@ def measure_transformers(gguf: str) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder = CACHE / "transformers"
+    folder = smollm2.CACHE / "transformers"
     if not folder.exists():  # dequantised once: reading GGUF is not what is measured
         path = Path(gguf)
         read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
@@ -77,28 +76,9 @@ def main() -> None:
         result = measure_transformers(path) if kind == "transformers" else measure_tfmx(path)
         print(json.dumps({**result, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}))
         return
-    fetched = subprocess.run(
-        [sys.executable, ROOT / "examples" / "fetch_smollm2.py"], check=True, capture_output=True, text=True
-    )
-    gguf = fetched.stdout.strip()
-    candidates = {"PyTorch (transformers)": ("transformers", gguf)}
+    candidates = {"PyTorch (transformers)": ("transformers", smollm2.fetched())}
     for target in ("ort", "portable"):
-        bundle = CACHE / target
-        if not bundle.exists():
-            command = [
-                sys.executable,
-                "-m",
-                "tfmx",
-                "export",
-                gguf,
-                "-o",
-                bundle,
-                "--target",
-                target,
-                "--no-verify",
-            ]
-            subprocess.run(command, check=True, capture_output=True)
-        candidates[f"tfmx, {target}"] = ("tfmx", str(bundle))
+        candidates[f"tfmx, {target}"] = ("tfmx", str(smollm2.bundle(target, "--target", target)))
     results: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
     for _ in range(ROUNDS):
         for name, arguments in candidates.items():

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import smollm2
 
 import tfmx
 from tfmx.runtime.draft_length import RunCosts
@@ -24,9 +24,6 @@ from tfmx.runtime.engine import Engine, open_engine
 from tfmx.runtime.model import Model
 from tfmx.runtime.sampling import SamplingOptions
 from tfmx.runtime.speculation import Speculation, SpeculativeEngine, open_drafter
-
-ROOT = Path(__file__).parents[1]
-BUNDLE = ROOT / ".cache" / "bench" / "ort"
 
 STORY = (
     "The old lighthouse keeper climbed the stairs every evening at six. He carried a lamp, a loaf of bread and a book "
@@ -169,28 +166,6 @@ def agreement(plain: list[int], found: list[int]) -> str:
     return f"to token {place}" if place is not None else "yes"
 
 
-def export_default() -> Path:
-    if not BUNDLE.exists():
-        fetched = subprocess.run(
-            [sys.executable, ROOT / "examples" / "fetch_smollm2.py"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        command = [
-            sys.executable,
-            "-m",
-            "tfmx",
-            "export",
-            fetched.stdout.strip(),
-            "-o",
-            BUNDLE,
-            "--no-verify",
-        ]
-        subprocess.run(command, check=True, capture_output=True)
-    return BUNDLE
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("bundle", nargs="?", type=Path)
@@ -198,7 +173,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=192)
     given = parser.parse_args()
-    with tfmx.load(given.bundle or export_default(), check=False) as model:
+    with tfmx.load(given.bundle or smollm2.bundle("ort"), check=False) as model:
         draft = tfmx.load(given.draft, check=False) if given.draft else None
         list(model.generate([1] * 32, max_new_tokens=8))  # warm
         print("| answer | tokens | plain (tokens/s) | speculative | ratio | guesses right | the same |")

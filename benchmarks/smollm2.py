@@ -1,0 +1,28 @@
+"""SmolLM2-135M-Instruct for the benchmarks: the checkpoint, and bundles of it, made once into .cache/bench.
+
+(Unverified: `make demo` verifies the same export.)
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".cache" / "bench"
+
+
+def fetched() -> str:
+    """The path of the GGUF file."""
+    command = [sys.executable, ROOT / "examples" / "fetch_smollm2.py"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def bundle(name: str, *options: str) -> Path:
+    """The bundle `name`, exported with these options if it is not there."""
+    out = CACHE / name
+    if not out.exists():
+        export = [sys.executable, "-m", "tfmx", "export", fetched(), "-o", out, *options, "--no-verify"]
+        subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
+    return out
