@@ -273,7 +273,7 @@ def test_it_prints_json_and_draws(tmp_path):
 def test_a_cache_of_int8_is_said():
     state = [SimpleNamespace(dtype="int8", growth="capacity")]
     quant = SimpleNamespace(weights="int4")
-    manifest = SimpleNamespace(target="ort", dtype="fp32", quant=quant, state=state)
+    manifest = SimpleNamespace(target="ort", dtype="fp32", quant=quant, state=state, has_int8_cache=True)
     bundle = SimpleNamespace(path="b", manifest=manifest)
     title = _title(bundle, SimpleNamespace(threads=2, batch=1, repeats=5))
     assert title == "b: ort, int4 in fp32, cache int8, 2 threads, batch 1, 5 repeats"
