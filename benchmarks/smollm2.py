@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tfmx.runtime.manifest import FORMAT
+
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
 
@@ -21,7 +23,7 @@ def fetched() -> str:
 
 def bundle(name: str, *options: str) -> Path:
     """The bundle `name`, exported with these options if it is not there."""
-    out = CACHE / name
+    out = CACHE / f"{name}-format-{FORMAT}"  # an older one could not be read
     if not out.exists():
         export = [sys.executable, "-m", "tfmx", "export", fetched(), "-o", out, *options, "--no-verify"]
         subprocess.run(export, check=True, stdout=subprocess.DEVNULL)

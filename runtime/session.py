@@ -19,7 +19,7 @@ from .bundle import Bundle
 from .devices import Device, DeviceError, check_assignment, import_onnxruntime, make_session
 from .huge_pages import use_huge_pages
 from .interrupt import run_interruptible
-from .manifest import WEIGHTS, GraphInfo
+from .manifest import WEIGHTS, GraphInfo, Manifest
 
 _SETTLED = 16  # decode steps: the session will be used for longer
 _LARGE = 16 << 20  # bytes of weights: less stays in the processor's caches anyway
@@ -63,9 +63,8 @@ class Session:
             raise SessionError(f"onnxruntime cannot load {self.info.file}: {_one_line(error)}") from error
 
         self._brief_options = self._run_options(shrink=False)
-        weights = bundle.manifest.files.get(WEIGHTS)
-        is_large = device.kind == "cpu" and weights is not None and weights.size >= _LARGE
-        self._to_move = _COPIES * weights.size if weights is not None and is_large else 0  # bytes, once
+        weights = _movable_weights(bundle.manifest) if device.kind == "cpu" else 0
+        self._to_move = _COPIES * weights  # bytes, once
         self._brief_runs = 0
 
     def binding(self) -> Binding:
@@ -187,6 +186,12 @@ def _session_options(ort: Any, folder: Path, device: Device, threads: int | None
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
     return options
+
+
+def _movable_weights(manifest: Manifest) -> int:
+    """Bytes that pay for a move to huge pages. Float weights do not: memory is what limits them anyway."""
+    weights = manifest.files.get(WEIGHTS)
+    return 0 if manifest.quant is None or weights is None or weights.size < _LARGE else weights.size
 
 
 def _one_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_bundle import tiny_weights, write_bundle
@@ -76,7 +77,7 @@ def test_nothing_happens_where_there_are_no_such_files(monkeypatch, tmp_path):
 def test_a_large_session_asks_once_and_only_when_it_is_used_for_long(monkeypatch, tmp_path):
     asked = threading.Semaphore(0)
     monkeypatch.setattr(session, "use_huge_pages", lambda _limit: asked.release())
-    monkeypatch.setattr(session, "_LARGE", 1)
+    monkeypatch.setattr(session, "_movable_weights", lambda manifest: manifest.files["weights.bin"].size)
     write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
     model = tfmx.load(tmp_path / "b", threads=1)
 
@@ -103,7 +104,7 @@ def test_a_small_session_does_not_ask(monkeypatch, tmp_path):
 @pytest.fixture
 def large(monkeypatch, tmp_path):
     """A model whose session counts as large."""
-    monkeypatch.setattr(session, "_LARGE", 1)
+    monkeypatch.setattr(session, "_movable_weights", lambda manifest: manifest.files["weights.bin"].size)
     write_bundle(tmp_path / "b", "capacity", weights=tiny_weights())
     return tfmx.load(tmp_path / "b", threads=1)
 
@@ -125,3 +126,11 @@ def test_a_thread_that_cannot_be_started_ends_no_answer(large, monkeypatch):
     monkeypatch.setattr(session, "Beside", refuse)
     steps = list(large.generate([1, 2, 3], SamplingOptions(ignore_eos=True), max_new_tokens=24))
     assert len(steps) == 24
+
+
+@pytest.mark.parametrize(
+    ("quant", "size", "moved"), [("int4", 1 << 26, 1 << 26), ("int4", 1 << 20, 0), (None, 1 << 26, 0)]
+)
+def test_only_large_quantised_weights_are_worth_it(quant, size, moved):
+    manifest = SimpleNamespace(quant=quant, files={"weights.bin": SimpleNamespace(size=size)})
+    assert session._movable_weights(manifest) == moved

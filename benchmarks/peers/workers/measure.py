@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-SETTLE = 64  # steps of a first run that does not count: tfmx moves its weights to huge pages meanwhile
+SETTLE = 64  # steps of a first run that does not count: tfmx moves quantised weights to huge pages meanwhile
 WARM = 32  # steps before what is measured, at each length
 FIRST = 32  # tokens of the prompt whose answer's first token ends the start
 
