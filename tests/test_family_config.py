@@ -278,6 +278,15 @@ def test_a_saved_model_is_read_back_with_the_same_config_and_weights(name: str, 
         assert torch.equal(found.tensors[key].read(), weight)
 
 
+def test_what_a_model_shares_on_its_own_account_is_saved_under_each_name(tmp_path: Path) -> None:
+    model = family_model("encoder-decoder", torch.float32)
+    model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
+    save_model(model, tmp_path / "saved")
+    found = open_checkpoint(str(tmp_path / "saved")).tensors
+    for layer in (0, 1):
+        assert torch.equal(found[f"blocks.{layer}.mlp.up.weight"].read(), model.blocks[0].mlp.up.weight)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save_model(family_model("random-features", torch.float32), tmp_path / "saved")

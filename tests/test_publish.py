@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from random_models import PLAIN, random_source
 
+from tfmx.export import publish
 from tfmx.export.pipeline import ExportOptions, export_model
 from tfmx.export.publish import PublishError, TargetError, published
 from tfmx.runtime.bundle import Bundle
@@ -109,6 +110,25 @@ def test_a_file_system_without_locks_is_an_error_not_a_loop(tmp_path: Path, monk
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(PublishError, match="No locks available"):
         export_plain(tmp_path / "out")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is locked there")
+def test_a_folder_that_another_export_took_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, calls = publish._lock, []
+
+    def robbed(folder: Path) -> int | None:
+        calls.append(folder)
+        if len(calls) == 1:
+            folder.rmdir()
+        return lock(folder)
+
+    monkeypatch.setattr(publish, "_lock", robbed)
+    with published(tmp_path / "out") as folder:
+        (folder / "whole").write_text("x")
+    assert calls == [folder, folder]
+    assert (tmp_path / "out" / "whole").exists()
 
 
 def test_an_empty_folder_becomes_the_bundle(tmp_path: Path) -> None:

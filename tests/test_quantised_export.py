@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from family_bundles import family_model
 from random_models import PLAIN, PLAIN_ATTENTION, VARIANTS, random_source
 
 import tfmx.export.cache_scales as cache_scales_module
@@ -28,6 +29,7 @@ from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import Graphs, open_engine
 from tfmx.tfm_model.blocks import BlockFormat, Blocks
 from tfmx.tfm_model.config import HeadConfig
+from tfmx.tfm_model.tfmx_folder import save_model
 
 CPU = Device("cpu", "test")
 UNTIED = replace(PLAIN, head=HeadConfig())
@@ -208,6 +210,25 @@ def test_models_that_are_traced_whole_are_quantised_too(tmp_path: Path, preset: 
     quant = Bundle.open(tmp_path / "b").manifest.quant
     assert quant is not None
     assert quant.activations == ("int8" if target == "ort" else "float")
+
+
+@pytest.mark.parametrize("target", ["ort", "portable"])
+def test_equal_matrices_lie_in_the_file_once_and_pass_the_gate(tmp_path: Path, target) -> None:
+    """A model that shares a matrix on its own account: the gate finds its second name too."""
+    model = family_model("random-features", torch.float32)
+    model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
+    save_model(model, tmp_path / "saved")
+    source = open_source(str(tmp_path / "saved"), DTYPES["fp32"], None)
+    parity = export_model(source, tmp_path / "b", ExportOptions(target=target, quant=Quant(bits=8, block=16)))
+    assert parity is not None
+    assert parity.passed
+    quant = Bundle.open(tmp_path / "b").manifest.quant
+    assert quant is not None
+    stored = {
+        name for name in quant.matrices if name.startswith("blocks.") and name.endswith("mlp.up.weight")
+    }
+    assert "blocks.1.mlp.up.weight" not in stored
+    assert "blocks.0.mlp.up.weight" in stored
 
 
 def test_a_cache_of_int8_is_refused_where_there_is_no_cache(tmp_path: Path) -> None:
