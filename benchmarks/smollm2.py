@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tfmx.runtime.manifest import FORMAT
+from tfmx.runtime.manifest import MANIFEST
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
+EXPORTER = ("export", "tfm_model", "runtime", "cli")  # what decides the bytes of a bundle
 
 
 def fetched() -> str:
@@ -22,9 +23,10 @@ def fetched() -> str:
 
 
 def bundle(name: str, *options: str) -> Path:
-    """The bundle `name`, exported with these options if it is not there."""
-    out = CACHE / f"{name}-format-{FORMAT}"  # an older one could not be read
-    if not out.exists():
+    """The bundle `name`, exported with these options if it is not there or older than the exporter."""
+    out = CACHE / name
+    code = max(file.stat().st_mtime for folder in EXPORTER for file in (ROOT / folder).glob("*.py"))
+    if not out.exists() or (out / MANIFEST).stat().st_mtime < code:
         export = [sys.executable, "-m", "tfmx", "export", fetched(), "-o", out, *options, "--no-verify"]
         subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
     return out

@@ -91,9 +91,11 @@ def _quant_rows(manifest: Manifest) -> Iterator[tuple[str, str]]:
     if manifest.quant is None:
         return
     activations = "int8" if manifest.quant.activations == "int8" else manifest.dtype
+    kept = manifest.quant.rounding == "kept"
+    rounding = "as the checkpoint had them" if kept else f"rounded by {manifest.quant.rounding}"
     yield (
         "matrices",
-        f"{describe_matrices(manifest.quant)}; rounded by {manifest.quant.rounding}; activations {activations}",
+        f"{describe_matrices(manifest.quant)}; {rounding}; activations {activations}",
     )
 
 

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 DeviceName = Literal["cpu", "cuda", "auto"]
 
 
-def open_model(bundle: str, device: DeviceName, threads: int | None, *, check: bool) -> Model:
+def open_model(bundle: str, device: DeviceName, threads: int | None, *, check: bool, quiet: bool = False) -> Model:
     with Bars() as progress:
         progress.stage(f"loading {bundle}", 1)
         from ..runtime.model import load
 
         model = load(bundle, device=device, threads=threads, check=check)
-    tell_device(device, model.device)
+    if not quiet:
+        tell_device(device, model.device)
     return model
 
 

@@ -99,12 +99,12 @@ def check_quantisation(given: Quantisation, target: str, dtype: str) -> None:
     """Combinations that cannot be, before anything is loaded."""
     if given["quant"] is None:
         refuse_options(_COMPANIONS, "goes with --quant; add --quant int8 or --quant int4")
-    elif target == "portable":
-        refuse_options(("quant_activations",), "is for --target ort; portable graphs round no activations")
-    elif given["quant"] == "int8":
+    if given["quant"] == "int8":
         refuse_options(
             ("quant_mixed",), "keeps some matrices at 8 bits; with --quant int8 all are, leave it out"
         )
+    if target == "portable":
+        refuse_options(("quant_activations",), "is for --target ort; portable graphs round no activations")
     if given["calibrate"] is not None:
         refuse_options(("quant_round",), "does not go with --calibrate, which rounds in its own way")
     kv = given["kv"]

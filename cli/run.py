@@ -116,7 +116,7 @@ def command(
         from ..runtime.chat import start_worker
 
         start_worker()
-    model = open_model(bundle, device, threads, check=not no_check)
+    model = open_model(bundle, device, threads, check=not no_check, quiet=quiet)
     if not manifest.generates:
         from .apply import apply
 
@@ -127,7 +127,7 @@ def command(
     if speculates:
         from ..runtime.speculation import Speculation
 
-        guesses = None if draft is None else open_model(draft, device, threads, check=not no_check)
+        guesses = None if draft is None else open_model(draft, device, threads, check=not no_check, quiet=quiet)
         model.speculate(Speculation(draft=guesses))
     printer = make_printer(
         model, as_json=as_json, quiet=quiet, sampled=sampling.temperature > 0, speculates=speculates

@@ -248,7 +248,7 @@ def make_manifest(
         kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
-        quant=_quant_info(options, graphs.layouts, can_be_smoothed=model.can_be_smoothed),
+        quant=_quant_info(options, graphs, can_be_smoothed=model.can_be_smoothed),
         opset=options.opset,
         inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
         outputs=OutputInfo(
@@ -281,20 +281,27 @@ def make_manifest(
     )
 
 
-def _quant_info(
-    options: ExportOptions, layouts: Mapping[str, BlockLayout], *, can_be_smoothed: bool
-) -> QuantInfo | None:
+def _quant_info(options: ExportOptions, graphs: Graphs, *, can_be_smoothed: bool) -> QuantInfo | None:
     quant = options.quant
     if quant is None:
         return None
-    rounding = "search" if quant.rounding == "smooth" and not can_be_smoothed else quant.rounding
-    bits = {layout.format.bits for layout in layouts.values()}
+    bits = {layout.format.bits for layout in graphs.layouts.values()}
     return QuantInfo(
         weights="int4" if (quant.bits if quant.bits in bits else max(bits)) == 4 else "int8",
-        rounding="gptq" if quant.calibrate is not None else rounding,
+        rounding=_rounding_done(quant, graphs, can_be_smoothed=can_be_smoothed),
         activations=quant.activations if options.target == "ort" else "float",
-        matrices={name: describe(layout) for name, layout in layouts.items()},
+        matrices={name: describe(layout) for name, layout in graphs.layouts.items()},
     )
+
+
+def _rounding_done(
+    quant: Quant, graphs: Graphs, *, can_be_smoothed: bool
+) -> Literal["nearest", "search", "smooth", "gptq", "kept"]:
+    if graphs.all_kept:
+        return "kept"
+    if quant.calibrate is not None:
+        return "gptq"
+    return "search" if quant.rounding == "smooth" and not can_be_smoothed else quant.rounding
 
 
 def _maps(manifest: Manifest) -> Maps:

@@ -52,13 +52,17 @@ class Quant:
             found[name] = BlockLayout(format_)
         if not found:
             raise InputError("--quant-skip leaves no matrix to quantise; leave --quant out instead")
-        if all(self.keeps(matrices[name].blocks) for name in found):
-            self._check_nothing_asked()
+        if not self.rounds(matrices, found):
+            self._check_nothing_asked(found.values())
         return found
 
     @property
     def smooths(self) -> bool:
         return self.rounding == "smooth" or self.calibrate is not None
+
+    def rounds(self, matrices: Mapping[str, Matrix], found: Iterable[str]) -> bool:
+        """Whether any of the matrices that are quantised is not just taken over."""
+        return not all(self.keeps(matrices[name].blocks) for name in found)
 
     def keeps(self, blocks: LazyBlocks | None) -> bool:
         """Whether a checkpoint's own blocks are taken over as they are."""
@@ -86,7 +90,13 @@ class Quant:
                 "them again, or leave --quant-block out"
             )
 
-    def _check_nothing_asked(self) -> None:
+    def _check_nothing_asked(self, kept: Iterable[BlockLayout]) -> None:
+        bits = {layout.format.bits for layout in kept}
+        if self.bits not in bits:
+            raise InputError(
+                f"--quant is int{self.bits}, the checkpoint's blocks are int{min(bits)} and taken over exactly; "
+                f"use --quant int{min(bits)}, or add --requantise"
+            )
         asked = {
             "--calibrate": self.calibrate is not None,
             "--quant-mixed": self.mixed,

@@ -60,6 +60,7 @@ class Graphs:
     models: dict[GraphKind, ir.Model]
     tensors: list[StoredTensor]  # of the weights file, in order
     layouts: Mapping[str, BlockLayout] = field(default_factory=dict)  # of the quantised matrices
+    all_kept: bool = False  # those are the checkpoint's own blocks
 
 
 class Source(Protocol):
@@ -206,7 +207,9 @@ class CheckpointSource:
                 return lambda: scales[name]
             return quantiser.reader(name) or self._reader(value, plan)
 
-        return Graphs(models, stored_tensors(models.values(), reader, layouts), layouts)
+        tensors = stored_tensors(models.values(), reader, layouts)
+        all_kept = numbers.quant is not None and not numbers.quant.rounds(matrices, layouts)
+        return Graphs(models, tensors, layouts, all_kept)
 
     def _calibration(
         self, numbers: Numbers, layouts: Mapping[str, BlockLayout], progress: Progress
@@ -256,11 +259,12 @@ class CheckpointSource:
         matrices = self._matrices()
         layouts = quant.layouts(matrices)
 
+        if not quant.rounds(matrices, layouts):
+            return self
+
         def is_rounded(name: str) -> bool:
             return name in layouts and not quant.keeps(matrices[name].blocks)
 
-        if not any(map(is_rounded, layouts)):
-            return self
         found = find_smoothing(self.config, self._read, numbers.windows, is_rounded, progress)
         return CheckpointSource(found.smoothed(self._checkpoint), self._dtype, found.importance)
 

@@ -22,7 +22,7 @@ from .interrupt import run_interruptible
 from .manifest import WEIGHTS, GraphInfo, Manifest
 
 _SETTLED = 16  # decode steps: the session will be used for longer
-_LARGE = 16 << 20  # bytes of weights: less stays in the processor's caches anyway
+_MOVED = range(16 << 20, 128 << 20)  # bytes of weights: less stays in caches, more takes longer than it gains
 _COPIES = 3  # of the weights, at most, that are moved to huge pages: packed ones, and what else is new
 _FATAL = 4  # log severity: a failure is raised, so it need not be logged as well
 _SHRINK = {"cpu": "cpu:0", "cuda": "cpu:0;gpu:0"}
@@ -191,7 +191,7 @@ def _session_options(ort: Any, folder: Path, device: Device, threads: int | None
 def _movable_weights(manifest: Manifest) -> int:
     """Bytes that pay for a move to huge pages. Float weights do not: memory is what limits them anyway."""
     weights = manifest.files.get(WEIGHTS)
-    return 0 if manifest.quant is None or weights is None or weights.size < _LARGE else weights.size
+    return weights.size if manifest.quant is not None and weights and weights.size in _MOVED else 0
 
 
 def _one_line(error: BaseException) -> str:

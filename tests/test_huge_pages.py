@@ -129,8 +129,9 @@ def test_a_thread_that_cannot_be_started_ends_no_answer(large, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("quant", "size", "moved"), [("int4", 1 << 26, 1 << 26), ("int4", 1 << 20, 0), (None, 1 << 26, 0)]
+    ("quant", "size", "moved"),
+    [("int4", 1 << 26, 1 << 26), ("int4", 1 << 20, 0), ("int4", 1 << 28, 0), (None, 1 << 26, 0)],
 )
-def test_only_large_quantised_weights_are_worth_it(quant, size, moved):
+def test_quantised_weights_of_some_size_are_worth_it(quant, size, moved):
     manifest = SimpleNamespace(quant=quant, files={"weights.bin": SimpleNamespace(size=size)})
     assert session._movable_weights(manifest) == moved

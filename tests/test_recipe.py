@@ -61,6 +61,7 @@ def test_the_checkpoints_blocks_are_kept_and_what_has_none_is_rounded() -> None:
         (replace(INT4, mixed=True), model(1, kept()), "--quant-mixed has nothing to round"),
         (replace(INT4, zero_points=True), model(1, kept()), "--quant-zero-points has nothing to round"),
         (replace(INT4, rounding="nearest"), model(1, kept()), "--quant-round nearest has nothing to round"),
+        (Quant(bits=8), model(1, kept()), "--quant is int8, the checkpoint's blocks are int4"),
         (replace(INT4, skip=("*",)), model(1), "leaves no matrix to quantise"),
     ],
 )
