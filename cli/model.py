@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 DeviceName = Literal["cpu", "cuda", "auto"]
 
 
-def open_model(bundle: str, device: DeviceName, threads: int | None, *, check: bool, quiet: bool = False) -> Model:
+def open_model(
+    bundle: str, device: DeviceName, threads: int | None, *, check: bool, quiet: bool = False
+) -> Model:
     with Bars() as progress:
         progress.stage(f"loading {bundle}", 1)
         from ..runtime.model import load

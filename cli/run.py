@@ -127,7 +127,9 @@ def command(
     if speculates:
         from ..runtime.speculation import Speculation
 
-        guesses = None if draft is None else open_model(draft, device, threads, check=not no_check, quiet=quiet)
+        guesses = (
+            None if draft is None else open_model(draft, device, threads, check=not no_check, quiet=quiet)
+        )
         model.speculate(Speculation(draft=guesses))
     printer = make_printer(
         model, as_json=as_json, quiet=quiet, sampled=sampling.temperature > 0, speculates=speculates

@@ -285,9 +285,8 @@ def _quant_info(options: ExportOptions, graphs: Graphs, *, can_be_smoothed: bool
     quant = options.quant
     if quant is None:
         return None
-    bits = {layout.format.bits for layout in graphs.layouts.values()}
     return QuantInfo(
-        weights="int4" if (quant.bits if quant.bits in bits else max(bits)) == 4 else "int8",
+        weights="int4" if quant.bits == 4 else "int8",
         rounding=_rounding_done(quant, graphs, can_be_smoothed=can_be_smoothed),
         activations=quant.activations if options.target == "ort" else "float",
         matrices={name: describe(layout) for name, layout in graphs.layouts.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +92,11 @@ class Quant:
             )
 
     def _check_nothing_asked(self, kept: Iterable[BlockLayout]) -> None:
-        bits = {layout.format.bits for layout in kept}
-        if self.bits not in bits:
+        bits = statistics.mode(layout.format.bits for layout in kept)
+        if self.bits != bits:
             raise InputError(
-                f"--quant is int{self.bits}, the checkpoint's blocks are int{min(bits)} and taken over exactly; "
-                f"use --quant int{min(bits)}, or add --requantise"
+                f"--quant is int{self.bits}, the checkpoint's blocks are int{bits} and taken over exactly; use --quant int{bits}, "
+                "or add --requantise"
             )
         asked = {
             "--calibrate": self.calibrate is not None,

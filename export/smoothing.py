@@ -65,7 +65,9 @@ class Smoothing:
         return replace(checkpoint, tensors=tensors)
 
     def _lazy(self, name: str, tensor: LazyTensor) -> LazyTensor:
-        return replace(tensor, read=lambda: self.applied(name, tensor.read()))  # its blocks, if any, are not kept
+        return replace(
+            tensor, read=lambda: self.applied(name, tensor.read())
+        )  # its blocks, if any, are not kept
 
     def add(self, layer: int, pair: _Pair, factors: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """The writer gives a factor less, the reader takes a factor more."""

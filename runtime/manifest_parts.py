@@ -187,7 +187,7 @@ class OutputInfo:
 class QuantInfo:
     """How the weights were quantised, for people and for `tfmx verify`: the graphs say it themselves."""
 
-    weights: Literal["int8", "int4"]  # of most matrices
+    weights: Literal["int8", "int4"]  # what was asked for
     rounding: Literal["nearest", "search", "smooth", "gptq", "kept"]  # kept: the checkpoint's own blocks
     activations: Literal["float", "int8"]  # int8: the inputs of quantised matrices are rounded as well
     matrices: dict[str, str]  # each quantised matrix, such as int4-32, int8-32-zeros, int4-32-shifts
