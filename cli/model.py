@@ -14,16 +14,13 @@ if TYPE_CHECKING:
 DeviceName = Literal["cpu", "cuda", "auto"]
 
 
-def open_model(
-    bundle: str, device: DeviceName, threads: int | None, *, check: bool, quiet: bool = False
-) -> Model:
+def open_model(bundle: str, device: DeviceName, threads: int | None, *, check: bool) -> Model:
     with Bars() as progress:
         progress.stage(f"loading {bundle}", 1)
         from ..runtime.model import load
 
         model = load(bundle, device=device, threads=threads, check=check)
-    if not quiet:
-        tell_device(device, model.device)
+    tell_device(device, model.device)
     return model
 
 

@@ -69,7 +69,9 @@ _GIVES = {
 )
 @click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: one a physical core]")
 @click.option("--no-check", is_flag=True, help="Skip the sha256 sums of the bundle's files (0.7 s a GiB).")
-@click.option("-q", "--quiet", is_flag=True, help="No statistics or notes on stderr.")
+@click.option(
+    "-q", "--quiet", is_flag=True, help="No statistics or notes on stderr, but for what --device auto took."
+)
 @debug_option
 def command(
     bundle: str,
@@ -116,7 +118,7 @@ def command(
         from ..runtime.chat import start_worker
 
         start_worker()
-    model = open_model(bundle, device, threads, check=not no_check, quiet=quiet)
+    model = open_model(bundle, device, threads, check=not no_check)
     if not manifest.generates:
         from .apply import apply
 
@@ -127,9 +129,7 @@ def command(
     if speculates:
         from ..runtime.speculation import Speculation
 
-        guesses = (
-            None if draft is None else open_model(draft, device, threads, check=not no_check, quiet=quiet)
-        )
+        guesses = None if draft is None else open_model(draft, device, threads, check=not no_check)
         model.speculate(Speculation(draft=guesses))
     printer = make_printer(
         model, as_json=as_json, quiet=quiet, sampled=sampling.temperature > 0, speculates=speculates
