@@ -44,6 +44,13 @@ def description() -> dict[str, str]:
     }
 
 
+def folder_name(machine: dict[str, str]) -> str:
+    """What the results of this kind of machine lie under: its processor, and the best of its vector instructions."""
+    cpu = re.sub(r"\([RTM]+\)|\b(processor|cpu|core)\b|@.*", " ", machine["cpu"], flags=re.IGNORECASE)
+    best = machine["vectors"].split(", ")[-1]
+    return re.sub(r"[^a-z0-9]+", "-", f"{cpu} {best}".lower()).strip("-")
+
+
 class Canary:
     """How fast so many threads read memory together, GB/s: the limit of a decode step, and a sign of disturbance."""
 

@@ -7,8 +7,8 @@ that it has; both are kept in ~/.cache/tfmx/peers. Then, round by round, every c
 on token ids, batch 1, greedy, with as many threads as there are cores. A measurement is done again if the machine's
 memory bandwidth moved by more than 20 % across it, or if others took more than 5 % of the cores.
 
-Writes results.json, results.md and results.png beside this file, or into --out; shapes that were not measured this
-time stay as they are there. With --only nothing is written without --out.
+Writes results.json, results.md and results.png into results/ beside this file, a folder for each kind of machine, or
+into --out; shapes that were not measured this time stay as they are there. With --only nothing is written without --out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from chart import draw
 from environments import Environments, PeerError
-from machine import Canary, description, physical_cores, watched
+from machine import Canary, description, folder_name, physical_cores, watched
 from models import CANDIDATES, SHAPES, Candidate, made, made_source, size_of
 from report import MOVED, OTHERS, Run, as_markdown, summary
 
@@ -189,7 +189,7 @@ def main() -> None:
     prepared = {shape: prepare(candidates, shape, environments) for shape in options.shapes}
     if options.prepare:
         return
-    out = options.out or (None if options.only else HERE)
+    out = options.out or (None if options.only else HERE / "results" / folder_name(description()))
     results: dict[str, Any] = {"shapes": {}, "versions": {}}
     if out is not None and (out / "results.json").exists():
         results = json.loads((out / "results.json").read_text())
