@@ -27,7 +27,12 @@ class LayerWalk:
         self.ends: Transformer = self._reference.part(0, torch.float32, EXACT)  # all but the layers
         places = torch.arange(windows.shape[1])[None]
         self.hidden = [self.ends.embedding(row[None], places) for row in windows]  # (1, T, width) each
-        self.reads = Reads(torch.ones_like(places), places, self.ends.rotary(places))
+        self._reads = self.reads(windows.shape[1])
+
+    def reads(self, length: int) -> Reads:
+        """What a layer reads beside `length` tokens."""
+        places = torch.arange(length)[None]
+        return Reads(torch.ones_like(places), places, self.ends.rotary(places))
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         """Layer by layer; `hidden` is what reaches it. Call `run` for each, before the next is asked for."""
@@ -50,7 +55,7 @@ class LayerWalk:
         """What the layer makes of `hidden`, and how far its keys and values reach."""
         outputs, tops = [], []
         for x in self.hidden:
-            y, (key, value), _ = block(x, self.reads, [])
+            y, (key, value), _ = block(x, self._reads, [])
             outputs.append(y)
             tops.append([part.abs().amax(dim=(0, 2)) for part in (key, value)])  # (H_kv, D) each
         keys, values = (torch.stack(parts).amax(dim=0) for parts in zip(*tops, strict=True))

@@ -128,7 +128,7 @@ def find_smoothing(
         for name, total in squares.items():
             whole = f"blocks.{layer}.{name}.weight"
             found.importance[whole] = total / found.columns[whole] ** 2 if whole in found.columns else total
-        check_same(block, layer, found, walk.reads)
+        check_same(block, layer, found, walk.reads(CHECKED))
         progress.advance()
     found.importance[walk.head] = torch.zeros(config.width)
     for x in walk.head_inputs():
@@ -157,7 +157,7 @@ def recover_smoothing(
                 continue  # another model: the gate says so
             found.add(layer, pair, _ratio(w, own)[-_width(block, pair) :], tensors)
         walk.run(block)
-        check_same(block, layer, found, walk.reads)
+        check_same(block, layer, found, walk.reads(CHECKED))
         progress.advance()
     return found
 

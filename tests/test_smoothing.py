@@ -131,10 +131,10 @@ def test_a_layer_that_computes_something_else_is_noticed() -> None:
     smoothing = found_for(model)
     walk = LayerWalk(PLAIN, read_of(model), WINDOWS)
     with torch.no_grad():
-        check_same(model.blocks[1], 1, smoothing, walk.reads)
+        check_same(model.blocks[1], 1, smoothing, walk.reads(2))
         del smoothing.columns["blocks.1.mlp.down.weight"]
         with pytest.raises(ParityError, match="layer 1 computes something else"):
-            check_same(model.blocks[1], 1, smoothing, walk.reads)
+            check_same(model.blocks[1], 1, smoothing, walk.reads(2))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
