@@ -28,13 +28,21 @@ class Environment:
     variables: dict[str, str] = field(default_factory=dict)  # while installing
 
 
-ENVIRONMENTS = {
-    "llama": Environment(
+def _llama(instructions: str) -> Environment:
+    """Its sdist is built, for this very CPU."""
+    return Environment(
         steps=(
-            ("scikit-build-core[pyproject]", "cmake", "ninja"),  # its sdist is built, for this very CPU
+            ("scikit-build-core[pyproject]", "cmake", "ninja"),
             ("--no-build-isolation", f"llama-cpp-python @ {{sdist:llama-cpp-python=={LLAMA_CPP}}}", NUMPY),
         ),
-        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
+        variables={"CMAKE_ARGS": f"{instructions} -DLLAVA_BUILD=OFF"},
+    )
+
+
+ENVIRONMENTS = {
+    "llama": _llama("-DGGML_NATIVE=ON"),
+    "llama-without-amx": _llama(
+        "-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_BF16=ON"
     ),
     # as its converter's requirements say; transformers 5 takes every tokenizer of a Qwen2 folder for Qwen's own
     "llama-build": Environment(
@@ -89,11 +97,14 @@ class PeerError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Environments:
     cache: Path
+    amx: bool = True  # False: for virtual machines that announce it and then trap
 
     def python(self, name: str) -> Path:
         """The interpreter of an environment, which is made if it is not there yet or has another recipe."""
         if name == "tfmx":
             return Path(sys.executable)
+        if name == "llama" and not self.amx:
+            name = "llama-without-amx"
         folder = self.cache / "env" / name
         mark = folder / ".installed"
         recipe = _digest(ENVIRONMENTS[name])

@@ -30,11 +30,12 @@ def physical_cores() -> int:
     return len(cores) or os.cpu_count() or 1
 
 
-def description() -> dict[str, str]:
+def description(*, amx: bool = True) -> dict[str, str]:
     cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flags = set(Path("/proc/cpuinfo").read_text().split())
-    vectors = [flag for flag in ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8") if flag in flags]
+    known = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", *(["amx_int8"] if amx else []))
+    vectors = [flag for flag in known if flag in flags]
     return {
         "cpu": cpu[1] if cpu else platform.machine(),
         "vectors": ", ".join(vectors),

@@ -18,6 +18,7 @@ import contextlib
 import datetime as dt
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
@@ -137,7 +138,7 @@ def measure_shape(bench: Bench, shape: str, models: dict[str, Path], rounds: int
     parameters = size_of(bench.environments.cache / "models" / shape / "hf" / "model.safetensors") / 4
     return {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "machine": description(),
+        "machine": description(amx=bench.environments.amx),
         "threads": bench.threads,
         "rounds": rounds,
         "parameters": parameters,  # millions
@@ -172,6 +173,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--tries", type=int, default=5, help="at a measurement that others disturb")
     parser.add_argument("--lock", type=Path, help="a file to lock during each measurement")
+    parser.add_argument(
+        "--no-amx",
+        dest="amx",
+        action="store_false",
+        help="for virtual machines that announce it and then trap",
+    )
     parser.add_argument("--prepare", action="store_true", help="install and convert, measure nothing")
     options = parser.parse_args()
     options.shapes = options.shapes.split(",")
@@ -184,12 +191,16 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    environments = Environments(options.cache)
+    environments = Environments(options.cache, amx=options.amx)
+    if not options.amx:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # OpenVINO and PyTorch: all but AMX
     candidates = chosen(options.only)
     prepared = {shape: prepare(candidates, shape, environments) for shape in options.shapes}
     if options.prepare:
         return
-    out = options.out or (None if options.only else HERE / "results" / folder_name(description()))
+    out = options.out or (
+        None if options.only else HERE / "results" / folder_name(description(amx=options.amx))
+    )
     results: dict[str, Any] = {"shapes": {}, "versions": {}}
     if out is not None and (out / "results.json").exists():
         results = json.loads((out / "results.json").read_text())
