@@ -113,10 +113,10 @@ def _usable_cores() -> int:
 
 
 def _memory() -> str:
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total, free = page * os.sysconf("SC_PHYS_PAGES"), _available_memory()
-    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
+    from ..runtime.machine import total_memory
+
+    total, free = total_memory(), _available_memory()
+    if total is None:
         return "unknown"
     limit = _container_limit()
     parts = [size(total)]

@@ -128,19 +128,21 @@ def _compare(bundle: Bundle, source: str, progress: Bars) -> tuple[CaseParity, .
 
 
 def _report_comparison(cases: tuple[CaseParity, ...]) -> None:
-    rows = [("case", "error", "allowed", "ratio", "argmax", "")]
+    rows = [("case", "error", "allowed", "of the cache", "allowed", "ratio", "argmax", "")]
     rows += [
         (
             case.name,
             f"{case.error:.2e}",
             f"{case.budget:.2e}",
+            f"{case.state_error:.2e}",
+            f"{case.state_budget:.2e}",
             f"{case.ratio:.2f}",
             f"{case.argmax_agreement:.1%}",
             _verdict(case.passed),
         )
         for case in cases
     ]
-    write_table(rows, align="<>>>>")
+    write_table(rows, align="<>>>>>>")
     _conclude([case.passed for case in cases], "case")
 
 
@@ -180,6 +182,7 @@ def _verdict(passed: bool) -> str:
 def _conclude(passed: list[bool], noun: str) -> None:
     if not all(passed):
         raise VerifyError(
-            f"{passed.count(False)} of {plural(len(passed), noun)} failed: the bundle computes something else"
+            f"{passed.count(False)} of {plural(len(passed), noun)} failed: it is further from PyTorch than rounding explains; "
+            "export it again, and please report it if that does not help"
         )
     write_line(f"verified: {plural(len(passed), noun)} pass")

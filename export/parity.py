@@ -6,8 +6,9 @@
 No tolerance is chosen by hand: real exports sit at 0.5 to 2 times e_torch, faults far above 4. A case of few
 numbers can by luck find PyTorch almost exact, so that its e_torch is at least the median of all cases, and
 at least one rounding step of the largest value (some PyTorch sums are kept in double).
-Small models that are run whole are sampled three times, twice with every weight nudged by up to half a rounding
-step: where a model is ill-conditioned (a denominator near zero) one run can be right by luck.
+PyTorch is run more than once: where a model is ill-conditioned, one run can be right by luck. Decoders that are run layer
+by layer have a second run, with what reaches each layer nudged by up to a rounding step; small models that are run whole two
+more, with every weight nudged by up to half of one.
 The same holds for what was written into the cache, with the root mean square for the maximum: there, one token
 with huge activations (trained models have some) would make the maximum a matter of luck.
 """
@@ -107,7 +108,10 @@ class Parity:
     def require(self) -> None:
         failed = sum(not case.passed for case in self.cases)
         if failed:
-            raise ParityError(f"parity failed in {failed} of {len(self.cases)} cases, worst {self.worst}")
+            raise ParityError(
+                f"parity failed in {failed} of {len(self.cases)} cases, worst {self.worst}; "
+                "nothing was written. Please report it; --no-verify writes the bundle all the same"
+            )
         if self.rounding is not None:
             self.rounding.require()
 

@@ -47,7 +47,7 @@ from .quality_windows import read_text
 from .quantiser import Numbers
 from .recipe import Quant, describe, parse_layout
 from .shown_layers import Maps
-from .source import Graphs, Source, open_source
+from .source import ContextLengthError, Graphs, Source, open_source
 from .stitch import GRAPHS_OF_KIND
 from .stored import StoredMatrices
 from .weights import WEIGHTS_FILE, distinct, link_weights, write_weights
@@ -165,7 +165,13 @@ def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
 def verify_against(bundle: Bundle, source: str, progress: Progress | None = None) -> Parity:
     """Repeat the gate for a bundle and the source that it was made from."""
     manifest = bundle.manifest
-    model = open_source(source, DTYPES[manifest.dtype], manifest.max_context, _maps(manifest))
+    try:
+        model = open_source(source, DTYPES[manifest.dtype], manifest.max_context, _maps(manifest))
+    except ContextLengthError as error:
+        raise MismatchError(
+            f"{bundle.path} has a context of {manifest.max_context} tokens, {source} a shorter one; give the source that it "
+            "was exported from"
+        ) from error
     found = (model.signature.kind, model.signature.outputs.size, len(model.spec))
     if found != (manifest.kind, manifest.outputs.size, len(manifest.state)):
         raise MismatchError(

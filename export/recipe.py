@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from .. import InputError
 from ..tfm_model.blocks import Bits, BlockFormat, BlockSize, LazyBlocks
@@ -49,12 +50,19 @@ class Quant:
             format_ = BlockFormat(
                 bits=8 if name in wide else self.bits, block=self.block, zero_points=self.zero_points
             )
-            format_.check(name, matrix.shape)
             found[name] = BlockLayout(format_)
         if not found:
             raise InputError("--quant-skip leaves no matrix to quantise; leave --quant out instead")
+        self._check_rows(
+            {name: matrices[name].shape for name in found if not self.keeps(matrices[name].blocks)}
+        )
         if not self.rounds(matrices, found):
             self._check_nothing_asked(found.values())
+        elif self.mixed and all(layout.format.bits == 8 for layout in found.values()):
+            raise InputError(
+                "--quant-mixed leaves no matrix at int4: all are in the first or the last layer, or at the ends; "
+                "use --quant int8, or leave --quant-mixed out"
+            )
         return found
 
     @property
@@ -90,6 +98,25 @@ class Quant:
                 f"the checkpoint has blocks of {max(sizes)} weights, --quant-block is {self.block}; add --requantise to round "
                 "them again, or leave --quant-block out"
             )
+
+    def _check_rows(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """All that do not fall into whole blocks are told at once, with what to do."""
+
+        def unfit(block: int) -> list[str]:
+            return list(dict.fromkeys(_general(name) for name, shape in shapes.items() if shape[1] % block))
+
+        names = unfit(self.block)
+        if not names:
+            return
+        fitting = [str(size) for size in get_args(BlockSize) if not unfit(size)]
+        least = min(get_args(BlockSize), key=lambda size: len(unfit(size)))  # the smallest, of equals
+        use = f"--quant-block {' or '.join(fitting) or least}"
+        skips = "".join(f" --quant-skip '{name}'" for name in unfit(least))
+        rows = sorted({str(shape[1]) for shape in shapes.values() if shape[1] % self.block})
+        raise InputError(
+            f"rows of {' and '.join(rows)} weights are no multiple of --quant-block {self.block} "
+            f"({names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}); use {use}{skips}"
+        )
 
     def _check_nothing_asked(self, kept: Iterable[BlockLayout]) -> None:
         bits = statistics.mode(layout.format.bits for layout in kept)
@@ -149,5 +176,4 @@ def _centred(blocks: LazyBlocks) -> BlockLayout:
 
 def _general(name: str) -> str:
     """blocks.3.mlp.up.weight → blocks.*.mlp.up.weight."""
-    parts = name.split(".")
-    return ".".join(["blocks", "*", *parts[2:]]) if parts[0] == "blocks" else name
+    return re.sub(r"(^|\.)blocks\.\d+\.", r"\1blocks.*.", name)

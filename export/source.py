@@ -55,6 +55,10 @@ POSITIONS = "embed.positions.weight"  # a table of positions, not of tokens
 MIN_CONTEXT = 2  # a prompt of one token, and one answer
 
 
+class ContextLengthError(InputError):
+    """The model is not made for so many positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Graphs:
     models: dict[GraphKind, ir.Model]
@@ -298,13 +302,13 @@ def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
     if max_context < MIN_CONTEXT:
         raise InputError(f"--max-context is {max_context}, wanted at least {MIN_CONTEXT}")
     if not can_stamp(config) or config.positions is not None:
-        raise InputError(
+        raise ContextLengthError(
             f"--max-context is {max_context}, but this model is made for {config.context} positions; leave it out"
         )
     rotary = config.attention.rotary
     stretches = rotary is not None and rotary.scaling is not None and rotary.scaling.kind == "dynamic"
     if max_context > config.context and not stretches:
-        raise InputError(
+        raise ContextLengthError(
             f"--max-context is {max_context}, but the model was made for {config.context} positions; "
             f"ask for {config.context} or fewer"
         )

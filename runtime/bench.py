@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from .. import InputError, TfmxError
 from .bundle import Bundle
 from .graph_costs import Costs, graph_costs
-from .machine import THREAD_VARIABLES, Limits, physical_cores
+from .machine import THREAD_VARIABLES, Limits, physical_cores, total_memory
 from .manifest import ITEM_SIZES, Manifest
 
 LENGTHS = (32, 512, 1024)
@@ -105,6 +105,7 @@ def bench(bundle: Bundle, options: BenchOptions, stages: Stages) -> Benchmark:
     manifest = bundle.manifest
     _check_kind(manifest)
     lengths = _lengths(manifest, options.lengths)
+    _check_memory(bundle, lengths[-1], options.batch)
     threads = options.threads or physical_cores()
     job = {
         "bundle": str(bundle.path),
@@ -173,6 +174,18 @@ def _lengths(manifest: Manifest, wanted: tuple[int, ...] | None) -> list[int]:
                 f"and {STEPS + 1} are decoded behind them"
             )
     return sorted(set(wanted))
+
+
+def _check_memory(bundle: Bundle, length: int, batch: int) -> None:
+    """A machine that swaps measures nothing, and says so late."""
+    cache = batch * state_bytes(bundle.manifest, length + STEPS + 1)
+    needed = cache + sum(info.size for info in bundle.manifest.files.values())
+    there = total_memory()
+    if there is not None and needed > there:
+        raise BenchInputError(
+            f"--batch {batch} at {length:,} tokens needs {needed / 1e9:,.0f} GB ({cache / 1e9:,.0f} GB of cache), this machine has "
+            f"{there / 1e9:,.0f}; lower --batch or --lengths"
+        )
 
 
 # --- processes -------------------------------------------------------------------------------------------

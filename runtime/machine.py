@@ -59,6 +59,14 @@ def _shortest(work: Callable[[], object]) -> float:
     return min(found[1:])
 
 
+def total_memory() -> int | None:
+    """Bytes; None: the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
+
+
 def physical_cores() -> int:
     """Of those that this process may use; what onnxruntime takes by default."""
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -365,6 +365,16 @@ def test_an_error_of_the_bundle_in_the_worker_is_told_as_it_is(tmp_path):
         module._start({"threads": 1, "bundle": str(tmp_path / "gone"), "length": 3, "batch": 1})
 
 
+def test_what_does_not_fit_the_machine_is_refused_before_it_is_measured(monkeypatch):
+    monkeypatch.setattr(module, "total_memory", lambda: 2**20)
+    monkeypatch.setattr(module, "_lines", None)  # nothing is started
+    options = BenchOptions(lengths=(16,), batch=1024)
+    with pytest.raises(
+        InputError, match=r"--batch 1024 at 16 tokens needs .* GB .*; lower --batch or --lengths"
+    ):
+        bench(Bundle.open(exported()[0]), options, Quiet())
+
+
 def test_a_context_that_is_too_short_is_refused():
     manifest = Bundle.open(exported()[0]).manifest
     with pytest.raises(InputError, match=r"--lengths has 96; wanted 1 to 95"):

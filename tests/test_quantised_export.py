@@ -182,7 +182,7 @@ def test_layouts_have_names(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (ExportOptions(quant=Quant(bits=4, block=128)), "rows of 64 weights, no multiple of 128; blocks of 16, 32 or 64 do"),
+        (ExportOptions(quant=Quant(bits=4, block=128)), "are no multiple of --quant-block 128; use --quant-block 16 or 32"),
         (ExportOptions(quant=Quant(bits=4, skip=("nothing*",))), "matches no matrix; there are embed.weight"),
         (ExportOptions(kv="int8", target="portable"), "works for decoders of tokens with --target ort"),
     ],

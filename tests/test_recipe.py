@@ -63,6 +63,7 @@ def test_the_checkpoints_blocks_are_kept_and_what_has_none_is_rounded() -> None:
         (replace(INT4, rounding="nearest"), model(1, kept()), "--quant-round nearest has nothing to round"),
         (Quant(bits=8), model(1, kept()), "--quant is int8, the checkpoint's blocks are int4"),
         (replace(INT4, skip=("*",)), model(1), "leaves no matrix to quantise"),
+        (replace(INT4, mixed=True), model(2), "--quant-mixed leaves no matrix at int4"),
     ],
 )
 def test_options_without_effect_are_refused(quant: Quant, matrices: dict[str, Matrix], words: str) -> None:
@@ -74,3 +75,16 @@ def test_options_without_effect_are_refused(quant: Quant, matrices: dict[str, Ma
 def test_blocks_of_the_checkpoint_are_kept_or_rounded_again_as_asked(quant: Quant) -> None:
     found = quant.layouts(model(1, kept()))
     assert {layout.format.block for layout in found.values()} == {quant.block}
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (48, r"rows of 48 weights .*\(blocks.\*.narrow.weight\); use --quant-block 16$"),
+        (40, r"rows of 40 weights .*; use --quant-block 16 --quant-skip 'blocks.\*.narrow.weight'$"),
+    ],
+)
+def test_rows_that_are_no_whole_blocks_are_told_together_with_what_to_do(width: int, words: str) -> None:
+    narrow = {f"blocks.{layer}.narrow.weight": Matrix((64, width)) for layer in range(3)}
+    with pytest.raises(InputError, match=words):
+        INT4.layouts(model(3) | narrow)
