@@ -115,8 +115,10 @@ def test_a_cache_of_int8_is_as_far_off_as_its_rounding(tmp_path: Path, variant: 
 
 
 @pytest.mark.parametrize("kv", ["float", "int8"])
-def test_prefill_chunks_and_steps_agree(tmp_path: Path, kv) -> None:
-    _, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=4, zero_points=True), kv=kv))
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_prefill_chunks_and_steps_agree(tmp_path: Path, kv, activations) -> None:
+    quant = Quant(bits=4, zero_points=True, activations=activations)
+    _, bundle = exported(tmp_path, ExportOptions(quant=quant, kv=kv))
     ids = np.random.default_rng(3).integers(0, 211, 40).tolist()
     for lean in (True, False):
         graphs = Graphs(bundle, CPU, threads=1, lean=lean)
@@ -126,7 +128,9 @@ def test_prefill_chunks_and_steps_agree(tmp_path: Path, kv) -> None:
             engine.prefill([ids[start : start + 10]])
         for token in ids[30:]:
             stepped = engine.decode([token]).numpy()
-        most = 2e-3 if kv == "float" else 2e-2  # a key that is rounded the other way counts for more
+        # Sums in another order, as kernels for one token and for several have them; in 8 bits an activation
+        # then may be rounded the other way (0.0144 on AVX-512, with these tokens).
+        most = 1e-5 if activations == kv == "float" else 5e-2
         assert np.abs(stepped - whole).max() < most * np.abs(whole).max()
 
 
@@ -182,7 +186,7 @@ def test_layouts_have_names(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (ExportOptions(quant=Quant(bits=4, block=128)), "are no multiple of --quant-block 128; use --quant-block 16 or 32"),
+        (ExportOptions(quant=Quant(bits=4, block=128)), "weights are no multiple of --quant-block 128"),
         (ExportOptions(quant=Quant(bits=4, skip=("nothing*",))), "matches no matrix; there are embed.weight"),
         (ExportOptions(kv="int8", target="portable"), "works for decoders of tokens with --target ort"),
     ],
