@@ -128,7 +128,7 @@ def _compare(bundle: Bundle, source: str, progress: Bars) -> tuple[CaseParity, .
 
 
 def _report_comparison(cases: tuple[CaseParity, ...]) -> None:
-    rows = [("case", "error", "allowed", "of the cache", "allowed", "ratio", "argmax", "")]
+    rows = [("case", "error", "allowed", "in cache", "allowed", "ratio", "argmax", "")]
     rows += [
         (
             case.name,

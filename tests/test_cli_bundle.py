@@ -49,7 +49,7 @@ def test_verify_against_the_source_repeats_the_comparison():
     done = tfmx("verify", exported()[0], "--against", checkpoint())
     assert (done.code, done.err) == (0, "")
     _, header, *cases, last = done.out.splitlines()
-    assert header.split() == ["case", "error", "allowed", "ratio", "argmax"]
+    assert header.split() == ["case", "error", "allowed", "in", "cache", "allowed", "ratio", "argmax"]
     assert len(cases) >= 8
     assert all(case.endswith("%  pass") for case in cases)
     assert last == f"verified: {len(cases)} cases pass"
