@@ -5,6 +5,7 @@
     2    what was given cannot be used: an InputError, wrong usage
     130  Ctrl-C
     141  nobody reads the output any more (`tfmx run ... | head`), as for any Unix tool
+    143  SIGTERM
 
 A traceback is shown with --debug alone.
 """
@@ -17,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -26,6 +27,7 @@ from .console import say
 
 INTERRUPTED = 130  # 128 + SIGINT, what shells give
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+TERMINATED = 143  # 128 + SIGTERM
 
 # package: the extra that brings it
 _EXTRAS = {
@@ -63,6 +65,15 @@ def debug_option(command: Decorated) -> Decorated:
     return option(command)
 
 
+class Terminated(SystemExit):
+    """SIGTERM, from `timeout` or a service manager: half-written folders are removed, then it ends."""
+
+
+def terminate(*_: object) -> NoReturn:
+    """The handler of the signal."""
+    raise Terminated
+
+
 def run_guarded(command: click.Command, arguments: Sequence[str]) -> int:
     """Run a command line and give its exit code. Nothing but that code comes out of it."""
     settings = Settings()
@@ -72,6 +83,8 @@ def run_guarded(command: click.Command, arguments: Sequence[str]) -> int:
         _flush_stdout()
     except BrokenPipeError:
         code = BROKEN_PIPE
+    except Terminated:
+        code = TERMINATED
     except BaseException as error:  # noqa: BLE001 (the boundary; also SystemExit, from a user's own module)
         code = _report(error, settings)
     _abandon_stdout()

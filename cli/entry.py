@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import NoReturn
 
 import click
 
 from .. import __version__
-from .boundary import INTERRUPTED, debug_option, run_guarded
+from .boundary import INTERRUPTED, debug_option, run_guarded, terminate
 
 COMMANDS = (
     "export",
@@ -51,6 +52,7 @@ def group(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
+    signal.signal(signal.SIGTERM, terminate)
     code = run_guarded(group, sys.argv[1:])
     if code == INTERRUPTED:
         os._exit(

@@ -239,3 +239,15 @@ def test_a_full_disk_leaves_the_old_bundle_and_room_for_another_try(versions, tm
 def _files(tmp_path: Path):
     export_plain(tmp_path / "measure", PLAIN)
     return Bundle.open(tmp_path / "measure").manifest.files.values()
+
+
+def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tfmx", "export", "preset:rotary", "-o", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not leftovers(tmp_path):
+            assert process.poll() is None, "it ended before it could be told to"
+            time.sleep(0.01)
+        process.terminate()
+        said = process.communicate()
+    assert (process.returncode, *said) == (143, b"", b"")
+    assert list(tmp_path.iterdir()) == []

@@ -77,11 +77,7 @@ def _shape(results: dict[str, Any], shape: str) -> list[str]:
         f"{found['date']}; {machine['cpu']} ({machine['vectors']}), {machine['cores']} cores, {machine['memory']}, "
         f"{machine['system']}; batch 1, greedy, {found['threads']} threads. Medians of {found['rounds']} interleaved "
         f"rounds, a fresh process each; a median candidate's decode at 512 has a range of {spread:.0%}."
-        + (
-            f" {disturbed} of the runs were disturbed by others, however often they were repeated."
-            if disturbed
-            else ""
-        )
+        + (f" {disturbed} of the runs were disturbed by others." if disturbed else "")
         + f" Memory is read at {bandwidth:.1f} GB/s; the limit of decode is that over the weights' bytes.",
         "",
         f"| | {' | '.join(COLUMNS)} |",
