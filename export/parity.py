@@ -7,8 +7,8 @@ No tolerance is chosen by hand: real exports sit at 0.5 to 2 times e_torch, faul
 numbers can by luck find PyTorch almost exact, so that its e_torch is at least the median of all cases, and
 at least one rounding step of the largest value (some PyTorch sums are kept in double).
 PyTorch is run more than once: where a model is ill-conditioned, one run can be right by luck. Decoders that are run layer
-by layer have a second run, with what reaches each layer nudged by up to a rounding step; small models that are run whole two
-more, with every weight nudged by up to half of one.
+by layer have two more, with what reaches each layer nudged by up to a rounding step; so have small models that are run whole,
+with every weight nudged by up to half of one.
 The same holds for what was written into the cache, with the root mean square for the maximum: there, one token
 with huge activations (trained models have some) would make the maximum a matter of luck.
 """
