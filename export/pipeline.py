@@ -169,7 +169,7 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
         model = open_source(source, DTYPES[manifest.dtype], manifest.max_context, _maps(manifest))
     except ContextLengthError as error:
         raise MismatchError(
-            f"{bundle.path} has a context of {manifest.max_context} tokens, {source} a shorter one; give the source that it "
+            f"{bundle.path} has a context of {manifest.max_context} tokens, {source} cannot have that; give the source that it "
             "was exported from"
         ) from error
     found = (model.signature.kind, model.signature.outputs.size, len(model.spec))

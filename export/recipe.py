@@ -112,9 +112,9 @@ class Quant:
         least = min(get_args(BlockSize), key=lambda size: len(unfit(size)))  # the smallest, of equals
         use = f"--quant-block {' or '.join(fitting) or least}"
         skips = "".join(f" --quant-skip '{name}'" for name in unfit(least))
-        rows = sorted({str(shape[1]) for shape in shapes.values() if shape[1] % self.block})
+        rows = sorted({shape[1] for shape in shapes.values() if shape[1] % self.block})
         raise InputError(
-            f"rows of {' and '.join(rows)} weights are no multiple of --quant-block {self.block} "
+            f"rows of {' and '.join(map(str, rows))} weights are no multiple of --quant-block {self.block} "
             f"({names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}); use {use}{skips}"
         )
 
