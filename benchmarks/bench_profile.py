@@ -1,19 +1,23 @@
-"""Where the time of a step goes, operator by operator: onnxruntime's own profiler, on a bundle.
+"""Where the time of a step goes, operator by operator: onnxruntime's own profiler, on a bundle. Then what Python adds.
 
     python benchmarks/bench_profile.py [BUNDLE] [--lengths 32,512,1024] [--steps 64]
 
 Batch 1. Milliseconds and shares are of what the nodes take: of the median decode step after so many tokens, and of the
-whole prefill. Without BUNDLE, SmolLM2-135M as int4 is exported into .cache/bench.
+whole prefill. Python's share is of the steps that `generate` gives, all that is outside of the session's run: the choice of
+the token and its text too. Without BUNDLE, SmolLM2-135M as int4 is exported into .cache/bench.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import tempfile
+import time
 from bisect import bisect
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +27,16 @@ import smollm2
 import tfmx
 from tfmx.runtime import session
 from tfmx.runtime.engine import open_engine
+from tfmx.runtime.sampling import SamplingOptions
 
 WARM = 32  # steps before those that count
+CHOICES = {
+    "greedy": SamplingOptions(),
+    "temperature": SamplingOptions(temperature=0.8),
+    "top-k 40": SamplingOptions(temperature=0.8, top_k=40),
+    "top-p 0.9": SamplingOptions(temperature=0.8, top_p=0.9),
+    "top-p 0.9, repetition penalty": SamplingOptions(temperature=0.8, top_p=0.9, repetition_penalty=1.1),
+}
 
 Times = Counter[str]  # milliseconds by operator
 
@@ -65,6 +77,26 @@ def read_runs(file: Path) -> list[Times]:
     return runs
 
 
+def python_share(bundle: Path, options: SamplingOptions, steps: int) -> tuple[float, float]:
+    """Seconds of the median step, and those of it that are Python's."""
+    inside: list[float] = []
+    plain = session.Session.run_briefly
+
+    def timed(*arguments: Any) -> None:
+        begin = time.perf_counter()
+        plain(*arguments)
+        inside.append(time.perf_counter() - begin)
+
+    with mock.patch.object(session.Session, "run_briefly", timed):
+        answer = tfmx.load(bundle).generate(
+            [5] * 32, dataclasses.replace(options, ignore_eos=True), max_new_tokens=1 + WARM + steps
+        )
+        times = [time.perf_counter() for _ in answer]
+    whole = [after - before for before, after in pairwise(times)]
+    outside = [step - run for step, run in zip(whole, inside, strict=True)]
+    return statistics.median(whole[WARM:]), statistics.median(outside[WARM:])
+
+
 def as_row(label: str, times: Times) -> str:
     total = sum(times.values())
     shares = ", ".join(f"{name} {time / total:.0%}" for name, time in times.most_common(6))
@@ -85,6 +117,10 @@ def main() -> None:
         prefill, step = profile(bundle, length, options.steps)
         print(as_row(f"prefill of {length}", prefill))
         print(as_row(f"a step at {length}", step), flush=True)
+    print("\n| token chosen by | a step, ms | of it Python, ms | share |\n|---|---|---|---|")
+    for name, choice in CHOICES.items():
+        whole, python = python_share(bundle, choice, 256)
+        print(f"| {name} | {1e3 * whole:.2f} | {1e3 * python:.2f} | {python / whole:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

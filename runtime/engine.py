@@ -6,7 +6,6 @@ states, `CapacityEngine` for caches of fixed capacity that the graph writes in p
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from .bundle import Bundle
 from .device_choice import Drawn, open_chooser
 from .devices import Device
 from .manifest import BundleError, Manifest
-from .sampling import Draw, SamplingOptions
+from .sampling import Draw, SamplingOptions, largest
 from .session import NUMPY_DTYPES, Session
 
 if TYPE_CHECKING:
@@ -177,19 +176,17 @@ def check_room(manifest: Manifest, lengths: Sequence[int], new: Sequence[int]) -
         raise ContextFullError(f"{longest} tokens do not fit the context of {manifest.max_context}")
 
 
-@dataclass(frozen=True, slots=True)
 class HostLogits:
-    array: FloatArray  # (B, V)
+    def __init__(self, array: FloatArray) -> None:
+        self._array = array  # (B, V)
+        self._rows = list(array)  # once, where one object serves all runs
 
     def numpy(self) -> FloatArray:
-        return self.array
+        return self._array
 
     def greedy(self) -> tuple[list[int], list[bool]]:
-        tokens = [int(row.argmax()) for row in self.array]  # a NaN or +inf, if there is one
-        tops = [float(row[token]) for row, token in zip(self.array, tokens, strict=True)]
-        return tokens, [
-            math.isfinite(top - float(row.min())) for row, top in zip(self.array, tops, strict=True)
-        ]
+        found = [largest(row) for row in self._rows]
+        return [token for token, _ in found], [finite for _, finite in found]
 
     @property
     def can_draw(self) -> bool:

@@ -16,7 +16,7 @@ from .. import TfmxError
 from .detokenizer import Detokenizer, StopTexts
 from .engine import Engine, Logits
 from .manifest import Manifest
-from .sampling import Choice, Sampler, SamplingOptions, is_finite
+from .sampling import Choice, Sampler, SamplingOptions, largest
 
 FinishReason = Literal["stop", "length"]
 
@@ -220,7 +220,7 @@ def _choose(logits: Logits, rows: list[Row], options: SamplingOptions, step: int
             row.sampler.took(int(token), float(logit))
         return [Choice(int(token)) for token in drawn.tokens]
     array = logits.numpy()  # (B, V)
-    _check_finite([is_finite(values) for values in array], rows, step)
+    _check_finite([largest(values)[1] for values in array], rows, step)
     return [row.sampler(values) for row, values in zip(rows, array, strict=True)]
 
 

@@ -5,7 +5,8 @@ logit bias; then, unless temperature is 0 (greedy: the largest logit, the lowest
 top-k, top-p, min-p and the draw. Log-probabilities are the model's own: before any of these.
 
 Every row draws from a generator seeded with the seed alone, one number a token, so a seed gives the same
-tokens in any batch, streamed or not. Nothing sorts the whole vocabulary.
+tokens in any batch, streamed or not. Nothing sorts the whole vocabulary, and what is as long as it is written into
+arrays that stay: new memory of that size costs a page fault for every 4 kB, each step.
 """
 
 from __future__ import annotations
@@ -102,8 +103,14 @@ class Choice:
     top_logprobs: tuple[tuple[int, float], ...] = ()  # most likely first
 
 
-def is_finite(logits: FloatArray) -> bool:
-    return math.isfinite(float(logits.max()) - float(logits.min()))  # either is NaN if anything is
+def largest(logits: FloatArray) -> tuple[int, bool]:
+    """The largest logit's token, the lowest id of equals, and whether all logits (V,) are finite.
+
+    Both places are a NaN's if there is one. `min` would take four times as long as `argmin`: its way through numpy is
+    longer, and a decode step leaves nothing of it in the caches.
+    """
+    top, bottom = int(logits.argmax()), int(logits.argmin())
+    return top, math.isfinite(logits.item(top) - logits.item(bottom))
 
 
 def fresh_seed() -> int:
@@ -126,12 +133,13 @@ class Sampler:
     def __init__(self, options: SamplingOptions, prompt_ids: Iterable[int], seed: int) -> None:
         self._options = options
         self._penalise = _make_penalty(options, prompt_ids)
+        self._draw = _Drawing(options)
         self._rng = np.random.Generator(np.random.PCG64(seed))
 
     def __call__(self, logits: FloatArray) -> Choice:
         row, options = self._penalise(logits), self._options
         token_id = (
-            int(row.argmax()) if options.temperature == 0 else _draw(row, options, float(self._rng.random()))
+            int(row.argmax()) if options.temperature == 0 else self._draw(row, float(self._rng.random()))
         )
         self.took(token_id, float(row[token_id]))
         return _with_logprobs(logits, token_id, options.logprobs)
@@ -156,6 +164,7 @@ class _Penalty:
     seen: dict[int, int]  # token: how often it is in the answer; 0 for tokens of the prompt
     bias_ids: IntArray
     bias: FloatArray
+    row: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))  # what the last call gave
 
     def __call__(self, logits: FloatArray) -> FloatArray:
         options = self.options
@@ -163,17 +172,23 @@ class _Penalty:
         repeated = options.repetition_penalty != 1
         if not (counted or repeated or len(self.bias_ids)):
             return logits
-        row = logits.copy()
+        if len(self.row) != len(logits):
+            self.row = np.empty_like(logits)
+        row = self.row
+        np.copyto(row, logits)
         if counted or repeated:
             ids = np.fromiter(self.seen.keys(), np.int64, len(self.seen))
-            counts = np.fromiter(self.seen.values(), np.float32, len(self.seen))
             values = row[ids]
             if repeated:  # Keskar et al. 2019: dividing a negative logit would raise it
                 penalty = np.float32(options.repetition_penalty)
                 values = np.where(values > 0, values / penalty, values * penalty)
-            values -= np.float32(options.presence_penalty) * (counts > 0)
-            row[ids] = values - np.float32(options.frequency_penalty) * counts
-        row[self.bias_ids] += self.bias
+            if counted:
+                counts = np.fromiter(self.seen.values(), np.float32, len(self.seen))
+                values -= np.float32(options.presence_penalty) * (counts > 0)
+                values -= np.float32(options.frequency_penalty) * counts
+            row[ids] = values
+        if len(self.bias_ids):
+            row[self.bias_ids] += self.bias
         return row
 
     def changes(self) -> tuple[IntArray, FloatArray, FloatArray]:
@@ -202,30 +217,39 @@ def _make_penalty(options: SamplingOptions, prompt_ids: Iterable[int]) -> _Penal
     return _Penalty(options, dict.fromkeys(prompt_ids, 0) if repeated else {}, bias_ids, bias)
 
 
-def _draw(row: FloatArray, options: SamplingOptions, uniform: float) -> int:
-    """One token by inverse transform: `uniform` in [0, 1) picks a place in the cumulated probabilities."""
-    V = len(row)
-    peak = row.max()
-    if peak == -np.inf:
-        return 0  # the caller sees that it is banned
-    if options.top_k is not None and options.top_k < V:
-        ids = _largest(row, options.top_k)
-        weights = _weights(row[ids], peak, options.temperature)
-    elif options.top_p < 1 or options.min_p > 0:
-        everything = _weights(row, peak, options.temperature)
-        ids = _nucleus(row, everything, options)
-        weights = everything[ids]
-        return int(ids[_place(_filtered(weights, options, float(everything.sum())), uniform)])
-    else:
-        return _place_in_blocks(_weights(row, peak, options.temperature), uniform)
-    return int(ids[_place(_filtered(weights, options, float(weights.sum())), uniform)])
+class _Drawing:
+    """One token by inverse transform: a uniform number in [0, 1) picks a place in the cumulated probabilities."""
+
+    def __init__(self, options: SamplingOptions) -> None:
+        self._options = options
+        self._everything = np.empty(0, np.float32)  # of each token its weight, where all are needed
+
+    def __call__(self, row: FloatArray, uniform: float) -> int:
+        options = self._options
+        peak = row.item(int(row.argmax()))
+        if peak == -math.inf:
+            return 0  # the caller sees that it is banned
+        if options.top_k is not None and options.top_k < len(row):
+            ids = _largest(row, options.top_k)
+            weights = _weights(row[ids], peak, options.temperature)
+            return int(ids[_place(_filtered(weights, options, float(weights.sum())), uniform)])
+        if len(self._everything) != len(row):
+            self._everything = np.empty_like(row)
+        everything = _weights(row, peak, options.temperature, self._everything)
+        if options.top_p == 1 and options.min_p == 0:
+            return _place_in_blocks(everything, uniform)
+        total = float(everything.sum())
+        ids = _nucleus(row, everything, options, total)
+        return int(ids[_place(_filtered(everything[ids], options, total), uniform)])
 
 
-def _weights(logits: FloatArray, peak: np.float32, temperature: float) -> npt.NDArray[np.float64]:
-    """Probabilities but for their sum. exp in float32: on a whole vocabulary float64 takes ten times as long."""
-    scaled = (logits - peak) / np.float32(max(temperature, 1e-30))  # no overflow: logits are below 1e8 apart
-    weights: npt.NDArray[np.float64] = np.exp(scaled).astype(np.float64)
-    return weights
+def _weights(
+    logits: FloatArray, peak: float, temperature: float, out: FloatArray | None = None
+) -> FloatArray:
+    """Probabilities but for their sum; the largest logit's is 1. In float32: float64 takes ten times as long."""
+    weights = np.subtract(logits, np.float32(peak), out=out)
+    weights /= np.float32(max(temperature, 1e-30))  # no overflow: logits are below 1e8 apart
+    return np.exp(weights, out=weights)
 
 
 def _largest(row: FloatArray, count: int) -> IntArray:
@@ -235,16 +259,17 @@ def _largest(row: FloatArray, count: int) -> IntArray:
     """
     blocks = len(row) // _BLOCK
     if count < blocks:
-        peaks = row[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
+        strided = row[: blocks * _BLOCK].reshape(_BLOCK, blocks)  # a column is a block
+        peaks = np.maximum.reduce(strided)
         ids = np.flatnonzero(row >= np.partition(peaks, blocks - count)[blocks - count])
     else:
         ids = np.argpartition(row, len(row) - count)[len(row) - count :]
     return ids[np.lexsort((ids, -row[ids]))][:count]
 
 
-def _nucleus(row: FloatArray, weights: npt.NDArray[np.float64], options: SamplingOptions) -> IntArray:
+def _nucleus(row: FloatArray, weights: FloatArray, options: SamplingOptions, total: float) -> IntArray:
     """Enough of the largest ids, in order, for top-p and min-p; usually a few hundred decide."""
-    target, floor = options.top_p * weights.sum(), options.min_p * weights.max()
+    target, floor = options.top_p * total, options.min_p  # the largest weight is 1
     count = 256
     while count < len(row):
         ids = _largest(row, count)
@@ -255,38 +280,41 @@ def _nucleus(row: FloatArray, weights: npt.NDArray[np.float64], options: Samplin
     return _largest(row, len(row))
 
 
-def _filtered(
-    weights: npt.NDArray[np.float64], options: SamplingOptions, total: float
-) -> npt.NDArray[np.float64]:
+def _filtered(weights: FloatArray, options: SamplingOptions, total: float) -> FloatArray:
     """Weights, largest first, cut after top-p's and min-p's last; at least one is left."""
     count = len(weights)
     if options.top_p < 1:
-        count = min(count, int(np.searchsorted(weights.cumsum(), options.top_p * total)) + 1)
+        count = min(count, int(np.searchsorted(_cumulated(weights), options.top_p * total)) + 1)
     if options.min_p > 0:
         count = min(count, int((weights >= options.min_p * weights[0]).sum()))
     return weights[: max(count, 1)]
 
 
-def _place(weights: npt.NDArray[np.float64], uniform: float) -> int:
-    cumulated = weights.cumsum()
+def _cumulated(weights: FloatArray) -> npt.NDArray[np.float64]:
+    cumulated: npt.NDArray[np.float64] = weights.cumsum(dtype=np.float64)
+    return cumulated
+
+
+def _place(weights: FloatArray, uniform: float) -> int:
+    cumulated = _cumulated(weights)
     return _possible(weights, int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right")))
 
 
-def _place_in_blocks(weights: npt.NDArray[np.float64], uniform: float) -> int:
+def _place_in_blocks(weights: FloatArray, uniform: float) -> int:
     """`_place` for a whole vocabulary: first the block, then the place in it."""
     size = 512
     sums = np.add.reduceat(weights, np.arange(0, len(weights), size))
-    cumulated = sums.cumsum()
+    cumulated = _cumulated(sums)
     point = uniform * cumulated[-1]
     block = _possible(sums, int(np.searchsorted(cumulated, point, side="right")))
     inside = weights[block * size : (block + 1) * size]
     before = cumulated[block] - sums[block]
     return block * size + _possible(
-        inside, int(np.searchsorted(inside.cumsum(), point - before, side="right"))
+        inside, int(np.searchsorted(_cumulated(inside), point - before, side="right"))
     )
 
 
-def _possible(weights: npt.NDArray[np.float64], place: int) -> int:
+def _possible(weights: FloatArray, place: int) -> int:
     """The place, or the nearest that is not impossible: rounding must not pick a banned token."""
     place = min(place, len(weights) - 1)
     if weights[place] > 0:
