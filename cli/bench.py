@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .boundary import debug_option
-from .console import plural, say, size, write_line, write_table
+from .console import percent, plural, say, size, write_line, write_table
 from .kind_words import describe_numbers
 from .output_file import check_place, write_whole
 from .progress import Bars
@@ -116,13 +116,15 @@ def _row(entry: AtLength) -> tuple[str, str, str, str, str]:
     return (
         f"{entry.length:,}",
         _rate(entry.prefill_tokens_per_second),
-        "" if entry.prefill_share is None else f"{entry.prefill_share:.0%}",
+        "" if entry.prefill_share is None else percent(entry.prefill_share),
         _rate(entry.decode_tokens_per_second),
-        f"{entry.decode_share:.0%}",
+        percent(entry.decode_share),
     )
 
 
 def _spread(found: Spread, form: str, unit: str = "") -> str:
+    if found.least == found.most:
+        return f"{found.median:{form}}{unit}"
     return f"{found.median:{form}}{unit} ({found.least:{form}} to {found.most:{form}})"
 
 

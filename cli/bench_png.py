@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .console import percent
+
 if TYPE_CHECKING:
     from PIL import ImageDraw, ImageFont
 
@@ -94,7 +96,7 @@ def _paint_panel(
         draw.text((middle, y(bar.rate.most) - 4), number, _INK, fonts["text"], anchor="ms")
         draw.text((middle, floor + 6), bar.label, _INK, fonts["text"], anchor="ma")
         if bar.limit is not None:
-            share = f"{bar.rate.median / bar.limit:.0%}"
+            share = percent(bar.rate.median / bar.limit)
             draw.text((middle, floor + 6 + _line("text")), share, _GREY, fonts["text"], anchor="ma")
     draw.line((left, floor, left + width, floor), fill=_INK)
 

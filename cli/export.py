@@ -41,7 +41,10 @@ if TYPE_CHECKING:
     help="The precision of weights, cache and arithmetic.",
 )
 @click.option(
-    "--opset", type=int, metavar="N", help="The version of ONNX's operators, 17 to 24.  [default: 18]"
+    "--opset",
+    type=click.IntRange(17, 24),
+    metavar="N",
+    help="The version of ONNX's operators.  [default: 18]",
 )
 @click.option(
     "--max-context",
@@ -79,6 +82,7 @@ def command(
     """
     layers = () if attentions is None else parse_numbers(attentions, "--attentions")
     check_quantisation(quantisation, target, dtype)
+    _check_files(Path(out), quantisation["calibrate"])
     started = time.perf_counter()
     with Bars() as progress:
         progress.stage("loading PyTorch", 1)
@@ -98,6 +102,16 @@ def command(
         parity = export(source, Path(out), options, progress)
     seconds = time.perf_counter() - started
     _report(Bundle.open(out, check=False), parity, source, seconds)
+
+
+def _check_files(out: Path, text: Path | None) -> None:
+    """Seconds before they are used."""
+    from ..export.publish import check_target
+    from ..export.quality_windows import read_text
+
+    check_target(out)
+    if text is not None:
+        read_text(str(text))
 
 
 def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) -> None:

@@ -14,4 +14,5 @@ def refuse_options(names: Collection[str], reason: str) -> None:
     for parameter in ctx.command.params:
         name = parameter.name or ""
         if name in names and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{max(parameter.opts, key=len)} {reason}")
+            unset = ctx.params.get(name) is False and parameter.secondary_opts  # the second of --this/--that
+            raise click.UsageError(f"{max(unset or parameter.opts, key=len)} {reason}")

@@ -39,7 +39,7 @@ class TargetError(InputError):
 @contextlib.contextmanager
 def published(out: Path) -> Iterator[Path]:
     """A folder to write the bundle into; it takes its place at `out` when the block ends without an error."""
-    _check_target(out)
+    check_target(out)
     parent = out.absolute().parent
     folder, lock = parent / f"{_prefix(out.name)}{secrets.token_hex(8)}", None
     try:  # before anything is made: Ctrl-C may come at any moment
@@ -51,7 +51,7 @@ def published(out: Path) -> Iterator[Path]:
             raise PublishError(f"cannot write to {parent}: {error.strerror}") from error
         yield folder
         _flush(folder)
-        _check_target(out)  # files may have come while the export ran
+        check_target(out)  # files may have come while the export ran
         folder.chmod(0o777 & ~_umask())  # until now only its owner could read it
         _move_into_place(folder, out.absolute())
     except OSError as error:
@@ -64,7 +64,8 @@ def published(out: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _check_target(out: Path) -> None:
+def check_target(out: Path) -> None:
+    """Whether a bundle may be put there."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise TargetError(f"{out} exists and is not a folder; choose another -o")
     if out.is_dir() and not _holds_only_a_bundle(out):

@@ -92,7 +92,9 @@ class Bundle:
         """Every file's sha256, unless the bundle was opened with `check=False`."""
         for name, info in self.manifest.files.items() if self.checked else ():
             if file_info(self.path / name).sha256 != info.sha256:
-                raise BundleError(f"{self.path / name} was changed after the export (its sha256 differs)")
+                raise BundleError(
+                    f"{self.path / name} was changed after the export (its sha256 differs); copy or export it again"
+                )
 
     def graph(self, role: str) -> bytes:
         """An audited graph: "encode", "prefill", "decode", "select" or "sample"."""
@@ -182,5 +184,7 @@ def _read(path: Path, info: FileInfo, *, check: bool) -> bytes:
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) != info.size or (check and hashlib.sha256(data).hexdigest() != info.sha256):
-        raise BundleError(f"{path} was changed after the export (its sha256 differs)")
+        raise BundleError(
+            f"{path} was changed after the export (its sha256 differs); copy or export it again"
+        )
     return data

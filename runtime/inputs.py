@@ -54,12 +54,12 @@ class InputReader:
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         if self._tokenizer is None:
-            raise PromptError("this bundle has no tokenizer; give token ids")
+            raise PromptError("this bundle has no tokenizer; give token ids (`--ids`)")
         if len(text) > 4 * self.info.length:  # refuse a hopeless text before seconds of work on it
             least = len(text) // self._tokenizer.longest_token()
             if least > self.info.length:
                 raise PromptError(
-                    f"the prompt has at least {least} tokens, the context holds {self.info.length}"
+                    f"the prompt has at least {least} tokens, the context holds {self.info.length}; shorten it"
                 )
         return self._tokenizer.encode(text, parse_special=parse_special)
 
@@ -110,7 +110,7 @@ def check_ids(ids: Sequence[int], what: str, vocab_size: int, length: int) -> No
                 f"token {token_id} at place {place} of {what} is outside the vocabulary of {vocab_size}"
             )
     if len(ids) > length:
-        raise PromptError(f"{what} has {len(ids)} tokens, the context holds {length}")
+        raise PromptError(f"{what} has {len(ids)} tokens, the context holds {length}; shorten it")
 
 
 def pad_left(rows: Sequence[Any], tail: tuple[int, ...], dtype: Any) -> tuple[Array, npt.NDArray[np.int64]]:

@@ -125,7 +125,7 @@ class Manifest:
         line = _DIGEST_LINE.search(data)  # the rest, as bytes: writing it anew takes 20 ms
         if line is None or _digest(data[: line.start()] + data[line.end() :]) != line[1].decode():
             raise BundleError(
-                f"{MANIFEST} was changed after the export (its own sha256 differs); export it again"
+                f"{MANIFEST} was changed after the export (its own sha256 differs); copy or export it again"
             )
         try:
             return decode(cls, {key: value for key, value in content.items() if key != DIGEST_KEY})

@@ -64,7 +64,9 @@ def check_speculation(speculation: Speculation, model: Model) -> None:
 
 def _check_forgets(manifest: Manifest, what: str) -> None:
     if any(state.growth == "constant" for state in manifest.state):
-        raise SpeculationError(f"{what} has a recurrent state, which cannot forget guesses that were wrong")
+        raise SpeculationError(
+            f"{what} has a recurrent state, which cannot forget guesses that were wrong; do not speculate"
+        )
 
 
 def _check_draft(draft: Model, model: Model) -> None:
@@ -75,7 +77,7 @@ def _check_draft(draft: Model, model: Model) -> None:
         )
     if found.vocab_size != wanted.vocab_size:
         raise SpeculationError(
-            f"the draft model has {found.vocab_size} tokens, this bundle {wanted.vocab_size}; they must be the same"
+            f"the draft model's vocabulary has {found.vocab_size} tokens, this bundle's {wanted.vocab_size}; both must have the same"
         )
     _check_forgets(found, "the draft model")
     mine, other = model.tokenizer, draft.tokenizer

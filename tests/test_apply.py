@@ -276,8 +276,12 @@ NOT_FINITE[1, 2] = np.nan
         ("token_classifier", [1, 2.5], r"^the input has 2\.5 at place 1, where a token id must be$"),
         ("token_classifier", [[1, 2]], r"^the input has \[1, 2\] at place 0, where a token id must be$"),
         ("token_classifier", 7, r"^the input must be a text or token ids, not int$"),
-        ("token_classifier", [1] * 25, r"^the input has 25 tokens, the context holds 24$"),
-        ("token_classifier", "x" * 2000, r"^the prompt has at least \d+ tokens, the context holds 24$"),
+        ("token_classifier", [1] * 25, r"^the input has 25 tokens, the context holds 24; shorten it$"),
+        (
+            "token_classifier",
+            "x" * 2000,
+            r"^the prompt has at least \d+ tokens, the context holds 24; shorten it$",
+        ),
         (
             "image_classifier",
             np.ones((8, 12, 3)),
@@ -316,7 +320,7 @@ def test_in_a_batch_the_bad_input_is_named(bundles):
             [TARGETS],
             r"^token 40 at place 1 of the target \(with its start token\) is outside the vocabulary of 40$",
         ),
-        ([3] * CONTEXT, r"has 21 tokens, the context holds 20$"),
+        ([3] * CONTEXT, r"has 21 tokens, the context holds 20; shorten it$"),
         (["a"], r"^the target has 'a' at place 0, where a token id must be$"),
     ],
 )

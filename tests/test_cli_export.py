@@ -65,8 +65,8 @@ def refused(code, source, *arguments, parts, out):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--opset", "16"], ["--opset is 16", "17 to 24"]),
-        (["--opset", "25"], ["--opset is 25", "17 to 24"]),
+        (["--opset", "16"], ["'--opset': 16", "17<=x<=24"]),
+        (["--opset", "25"], ["'--opset': 25", "17<=x<=24"]),
         (["--max-context", "129"], ["--max-context is 129", "128 positions"]),
         (["--max-context", "0"], ["--max-context is 0"]),
         (["--max-context", "-5"], ["--max-context is -5"]),

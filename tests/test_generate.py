@@ -295,9 +295,9 @@ def test_special_tokens_in_a_plain_prompt_stay_text_unless_asked_for(model):
         ([1, -1], "token -1 at place 1 of the prompt is outside the vocabulary of 320"),
         ([VOCAB], "token 320 at place 0 of the prompt is outside the vocabulary of 320"),
         ([2**70], f"token {2**70} at place 0 of the prompt is outside the vocabulary of 320"),
-        ([1] * (CONTEXT + 1), "the prompt has 97 tokens, the context holds 96"),
-        ("x" * 96, "the prompt has 97 tokens, the context holds 96"),
-        ("x" * 1_000_000, r"the prompt has at least \d+ tokens, the context holds 96"),
+        ([1] * (CONTEXT + 1), "the prompt has 97 tokens, the context holds 96; shorten it"),
+        ("x" * 96, "the prompt has 97 tokens, the context holds 96; shorten it"),
+        ("x" * 1_000_000, r"the prompt has at least \d+ tokens, the context holds 96; shorten it"),
     ],
 )
 def test_a_prompt_that_cannot_be_used_is_an_error_at_the_call(model, prompt, line):
@@ -359,7 +359,7 @@ def test_a_bundle_without_tokenizer_or_template_works_with_ids(tmp_path):
     steps = list(bare.generate([5, 9, 17], FREE, max_new_tokens=4))
     assert ids_of(steps) == reference_greedy(WEIGHTS, [5, 9, 17], 4)
     assert text_of(steps) == ""
-    with pytest.raises(PromptError, match=r"^this bundle has no tokenizer; give token ids$"):
+    with pytest.raises(PromptError, match=r"^this bundle has no tokenizer; give token ids \(`--ids`\)$"):
         bare.generate("text")
     with pytest.raises(PromptError, match=r"^this bundle has no chat template; give it a plain prompt$"):
         bare.chat([{"role": "user", "content": "x"}])

@@ -166,7 +166,7 @@ def test_a_source_text_is_encoded(model):
     [
         ([], "^the prompt is empty$"),
         ([260], "^token 260 at place 0 of the prompt is outside the vocabulary of 260$"),
-        ([5] * (LENGTH + 1), "^the prompt has 25 tokens, the context holds 24$"),
+        ([5] * (LENGTH + 1), "^the prompt has 25 tokens, the context holds 24; shorten it$"),
     ],
 )
 def test_a_source_that_cannot_be_used_is_one_clear_line(model, source, line):

@@ -495,7 +495,9 @@ def test_a_draft_model_with_other_tokens_is_refused(model, tmp_path, monkeypatch
     )
     with tfmx.load(tmp_path / "more", threads=1) as more, tfmx.load(tmp_path / "swapped") as other:
         refused(
-            model, r"^the draft model has 330 tokens, this bundle 320; they must be the same$", draft=more
+            model,
+            r"^the draft model's vocabulary has 330 tokens, this bundle's 320; both must have the same$",
+            draft=more,
         )
         refused(
             model,
