@@ -134,7 +134,9 @@ def test_json_is_one_object_a_turn():
 def test_a_conversation_that_outgrows_the_context_is_one_line():
     done = chat(stdin=b"Hello\n" * 9)
     assert done.code == 2
-    assert re.fullmatch(r"tfmx: error: the prompt has \d+ tokens, the context holds 96; shorten it\n", done.err)
+    assert re.fullmatch(
+        r"tfmx: error: the prompt has \d+ tokens, the context holds 96; shorten it\n", done.err
+    )
 
 
 def test_a_bundle_without_a_template_is_one_line():
