@@ -17,7 +17,7 @@ DeviceName = Literal["cpu", "cuda", "auto"]
 def open_model(bundle: str, device: DeviceName, threads: int | None, *, check: bool) -> Model:
     with Bars() as progress:
         progress.stage(f"loading {bundle}", 1)
-        from ..runtime.model import load
+        from ..runtime.loading import load
 
         model = load(bundle, device=device, threads=threads, check=check)
     tell_device(device, model.device)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .bundle import Bundle as Bundle
     from .generate import Statistics as Statistics
     from .generate import Step as Step
+    from .loading import load as load
     from .model import Model as Model
     from .model import Result as Result
-    from .model import load as load
     from .sampling import SamplingOptions as SamplingOptions
 
 _HOMES = {
@@ -29,7 +29,7 @@ _HOMES = {
     "SamplingOptions": "sampling",
     "Statistics": "generate",
     "Step": "generate",
-    "load": "model",
+    "load": "loading",
 }
 __all__ = ["Bundle", "Model", "Result", "SamplingOptions", "Statistics", "Step", "load"]
 

@@ -56,7 +56,7 @@ def _machine(given: dict[str, Any]) -> None:
 
 
 def _load(given: dict[str, Any]) -> Model:
-    from .model import load
+    from .loading import load
 
     return load(given["bundle"], threads=given["threads"])
 

@@ -54,7 +54,7 @@ __all__ = [
     "file_info",
 ]
 
-_BLOCK = 4 << 20  # bytes hashed at a time
+_BLOCK = 1 << 18  # bytes hashed at a time: they stay in the cache, and a longer buffer takes time to be made
 _SMALL_FILE = 1 << 30  # a graph or text file over this is not read into memory
 
 

@@ -9,17 +9,13 @@ machine). Nothing else changes, and where it cannot be done, nothing happens.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+from .mappings import COLLAPSE, mappings
+
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_COLLAPSE = 25  # MADV_COLLAPSE
 _RESIDENT = 0.9  # of a mapping: one with holes would grow
-_HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *$")  # anonymous and private
-_RSS = re.compile(r"Rss: +(\d+) kB")
 
 
 def use_huge_pages(limit: int) -> int:
@@ -34,24 +30,11 @@ def use_huge_pages(limit: int) -> int:
         if sys.platform != "linux" or "[never]" in (SETTINGS / "enabled").read_text():
             return 0
         page = int((SETTINGS / "hpage_pmd_size").read_text())
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        for start, end in list(_resident_mappings()):
-            first, last = -(-start // page) * page, end // page * page
+        for mapping in list(mappings()):
+            first, last = -(-mapping.start // page) * page, mapping.end // page * page
             last = min(last, first + -(-(limit - moved) // page) * page)
-            if last > first and madvise(first, last - first, _COLLAPSE) == 0:
+            is_whole = mapping.resident >= _RESIDENT * (mapping.end - mapping.start)
+            is_ours = mapping.mode == "rw-p" and not mapping.path
+            if is_ours and is_whole and mapping.advise(COLLAPSE, start=first, end=last):
                 moved += last - first
     return moved
-
-
-def _resident_mappings() -> Iterator[tuple[int, int]]:
-    """Addresses of anonymous mappings that are all in memory, or nearly."""
-    mapping: tuple[int, int] | None = None
-    with Path("/proc/self/smaps").open() as lines:
-        for line in lines:
-            if head := _HEAD.match(line):
-                mapping = int(head[1], 16), int(head[2], 16)
-            elif mapping is not None and (rss := _RSS.match(line)):
-                if int(rss[1]) * 1024 >= _RESIDENT * (mapping[1] - mapping[0]):
-                    yield mapping
-                mapping = None

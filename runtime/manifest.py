@@ -99,6 +99,16 @@ class Manifest:
     def has_int8_cache(self) -> bool:
         return any(entry.dtype == "int8" for entry in self.state)
 
+    @property
+    def is_recurrent(self) -> bool:
+        return any(entry.growth == "constant" for entry in self.state)
+
+    @property
+    def used_graphs(self) -> list[str]:
+        """What every answer needs: all but recurrent states are decoded with the prefill graph too."""
+        used = {"encode", "prefill"} | ({"decode"} if self.is_recurrent else set())
+        return [role for role in self.graphs if role in used]
+
     def main_input(self, role: str) -> str:
         """What a graph reads: the user's input, or the tokens of the answer."""
         return self.inputs.name if role == "encode" or self.kind == "decoder" else INPUT_NAMES["tokens"]

@@ -1,8 +1,7 @@
-"""`tfmx.load`: a bundle ready to generate, from text, ids, batches or chat messages, or to be applied to inputs."""
+"""A bundle ready to generate, from text, ids, batches or chat messages, or to be applied to inputs."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,9 @@ import numpy.typing as npt
 
 from .. import InputError
 from .apply import Outputs, apply_decoder, apply_encoder, apply_encoder_decoder
-from .beside import Beside
 from .bundle import Bundle
 from .chat import Message, open_template
-from .devices import Device, DeviceName, choose_device
+from .devices import Device
 from .draft_length import RunCosts
 from .drafters import Drafter
 from .encoder import encode
@@ -26,42 +24,15 @@ from .engine import Engine, Graphs, open_engine
 from .generate import Result, Row, Step, collect_results, make_row, run_rows
 from .inputs import Array, Input, InputReader, check_ids, whole_numbers
 from .manifest import Manifest
-from .memory import give_back_freed
 from .sampling import SamplingOptions, fresh_seed
 from .speculation import Speculation, SpeculationError, SpeculativeEngine, check_speculation, open_drafter
 from .tokenizer import PromptError, Tokenizer
 
-__all__ = ["Model", "Result", "load"]
+__all__ = ["Model", "Result"]
 
 _GREEDY = SamplingOptions()
 _ROOM = 256  # new tokens that a cache is first made for when no number is given
 _MOST_ROOM = 2048  # and when one is: the cache grows by itself, and a large one is prefilled in small chunks
-
-
-def load(
-    path: str | os.PathLike[str],
-    *,
-    device: DeviceName = "cpu",
-    threads: int | None = None,
-    check: bool = True,
-) -> Model:
-    """Open a bundle and make it ready to run.
-
-    `device`: "cpu", "cuda" (an error where it cannot be had) or "auto". `threads`: for one run; None takes
-    the physical cores. `check=False` skips the sha256 sums of the files (0.7 s a GiB).
-    """
-    if threads is not None and not 1 <= threads <= 1024:  # onnxruntime would make them all, however many
-        raise InputError(f"threads is {threads}; it must be 1 to 1024")
-    bundle = Bundle.look(path, check=check)
-    beside = Beside(lambda: _check_and_read_tokenizer(bundle))
-    try:
-        graphs = Graphs(bundle, choose_device(device, bundle), threads=threads)
-    except Exception:  # not Ctrl-C, which need not wait for the sums
-        beside.result()  # a changed file is the better explanation
-        raise
-    tokenizer = beside.result()
-    give_back_freed()
-    return Model(bundle, graphs, tokenizer)
 
 
 class Model:
@@ -340,10 +311,3 @@ class Model:
 def _first_room(options: SamplingOptions) -> int:
     """New tokens that a cache is first made for."""
     return _ROOM if options.max_new_tokens is None else min(options.max_new_tokens, _MOST_ROOM)
-
-
-def _check_and_read_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """What takes long while a session is made. The sums first: they need Python's lock least, and so hold nobody up."""
-    bundle.check_sums()
-    data = bundle.read("tokenizer.json")
-    return None if data is None else Tokenizer(data)

@@ -24,6 +24,7 @@ from .manifest import WEIGHTS, GraphInfo, Manifest
 _SETTLED = 16  # decode steps: the session will be used for longer
 _MOVED = range(16 << 20, 128 << 20)  # bytes of weights: less stays in caches, more takes longer than it gains
 _COPIES = 3  # of the weights, at most, that are moved to huge pages: packed ones, and what else is new
+_SPIN = "3000"  # µs that threads wait awake; between steps it is some 100, and new threads hold up what loads beside them
 _FATAL = 4  # log severity: a failure is raised, so it need not be logged as well
 _SHRINK = {"cpu": "cpu:0", "cuda": "cpu:0;gpu:0"}
 
@@ -180,7 +181,10 @@ def _session_options(ort: Any, folder: Path, device: Device, threads: int | None
     if threads is not None:  # None: as many as there are physical cores
         options.intra_op_num_threads = threads
     # the graph is given as the bytes that were audited; its weights lie in the bundle
-    entries = {"session.model_external_initializers_file_folder_path": str(folder.absolute())}
+    entries = {
+        "session.model_external_initializers_file_folder_path": str(folder.absolute()),
+        "session.intra_op.spin_duration_us": _SPIN,
+    }
     if device.kind == "cuda":
         entries["session.record_ep_graph_assignment_info"] = "1"
     for key, value in entries.items():

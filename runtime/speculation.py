@@ -63,7 +63,7 @@ def check_speculation(speculation: Speculation, model: Model) -> None:
 
 
 def _check_forgets(manifest: Manifest, what: str) -> None:
-    if any(state.growth == "constant" for state in manifest.state):
+    if manifest.is_recurrent:
         raise SpeculationError(
             f"{what} has a recurrent state, which cannot forget guesses that were wrong; do not speculate"
         )

@@ -13,8 +13,7 @@ from tiny_bundle import list_files, tiny_weights, write_bundle, write_manifest
 
 import tfmx
 from tfmx import TfmxError
-from tfmx.runtime import memory
-from tfmx.runtime import model as model_module
+from tfmx.runtime import loading, memory
 from tfmx.runtime.bundle import Bundle, BundleError
 from tfmx.runtime.devices import Device
 from tfmx.runtime.engine import Graphs, open_engine
@@ -62,7 +61,7 @@ def test_a_changed_file_explains_what_onnxruntime_refuses(tmp_path, monkeypatch)
 
     with pytest.raises(BundleError, match=r"weights\.bin was changed"):  # the session would be made
         tfmx.load(tmp_path / "b")
-    monkeypatch.setattr(model_module, "Graphs", refuse)
+    monkeypatch.setattr(loading, "Graphs", refuse)
     with pytest.raises(BundleError, match=r"weights\.bin was changed"):
         tfmx.load(tmp_path / "b")
     with pytest.raises(SessionError, match=r"^no$"):
@@ -80,8 +79,8 @@ def test_ctrl_c_does_not_wait_for_the_sums(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model_module, "_check_and_read_tokenizer", check)
-    monkeypatch.setattr(model_module, "Graphs", interrupt)
+    monkeypatch.setattr(loading, "_check_and_read_tokenizer", check)
+    monkeypatch.setattr(loading, "Graphs", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tfmx.load(tmp_path / "b")
     assert not ended.is_set()

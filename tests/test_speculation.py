@@ -460,9 +460,8 @@ def refused(model, line, **more):
 
 
 def test_bundles_that_cannot_forget_are_refused(model):
-    state = [SimpleNamespace(growth="constant")]
     recurrent = SimpleNamespace(
-        manifest=SimpleNamespace(generates=True, kind="decoder", vocab_size=VOCAB, state=state)
+        manifest=SimpleNamespace(generates=True, kind="decoder", vocab_size=VOCAB, is_recurrent=True)
     )
     recurrent.manifest.inputs = model.manifest.inputs
     with pytest.raises(SpeculationError, match=r"^this bundle has a recurrent state, which cannot forget"):
