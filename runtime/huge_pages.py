@@ -12,7 +12,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from .mappings import COLLAPSE, mappings
+from .mappings import COLLAPSE, advise, measured_mappings
 
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _RESIDENT = 0.9  # of a mapping: one with holes would grow
@@ -30,11 +30,11 @@ def use_huge_pages(limit: int) -> int:
         if sys.platform != "linux" or "[never]" in (SETTINGS / "enabled").read_text():
             return 0
         page = int((SETTINGS / "hpage_pmd_size").read_text())
-        for mapping in list(mappings()):
+        for mapping in list(measured_mappings()):
+            if mapping.mode != "rw-p" or mapping.path or mapping.resident < _RESIDENT * mapping.size:
+                continue
             first, last = -(-mapping.start // page) * page, mapping.end // page * page
             last = min(last, first + -(-(limit - moved) // page) * page)
-            is_whole = mapping.resident >= _RESIDENT * (mapping.end - mapping.start)
-            is_ours = mapping.mode == "rw-p" and not mapping.path
-            if is_ours and is_whole and mapping.advise(COLLAPSE, start=first, end=last):
+            if advise(first, last, COLLAPSE):
                 moved += last - first
     return moved

@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import math
 import os
+import sys
 from dataclasses import dataclass
 
 from .bundle import Bundle
 from .manifest import ITEM_SIZES, WEIGHTS
-from .mappings import DONTNEED, mappings
+from .mappings import DONTNEED, advise, mappings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +38,19 @@ def give_back_freed() -> None:
 
 
 def give_back_read(bundle: Bundle) -> None:
-    """Weights that were read to be packed stay mapped: scales and embedding of SmolLM2 in int4, 17 MB.
+    """Quantised weights that were read to be packed stay mapped: scales and embedding of SmolLM2 in int4, 17 MB.
 
-    What is needed of them is mapped again, from the page cache. A page that was written to would be lost, and none is.
+    What is needed of them is mapped again, from the page cache. (A float embedding that is also the head lies by columns: all
+    of it is needed again at once.) Of a page that was written to, the writing would be lost: onnxruntime does so where
+    bytes must be swapped, and nowhere else.
     """
+    if bundle.manifest.quant is None or sys.byteorder != "little":
+        return
     file = os.path.realpath(bundle.path / WEIGHTS)
     with contextlib.suppress(AttributeError, OSError):  # another system
         for mapping in mappings():
-            if mapping.path == file and mapping.anonymous == 0:
-                mapping.advise(DONTNEED)
+            if mapping.path == file:
+                advise(mapping.start, mapping.end, DONTNEED)
 
 
 def estimate_memory(bundle: Bundle) -> MemoryEstimate:

@@ -33,14 +33,18 @@ def mapped(file) -> mmap.mmap:
 
 
 def mappings_of(file) -> list[Mapping]:
-    return [mapping for mapping in mappings.mappings() if mapping.path == str(file)]
+    return [mapping for mapping in mappings.measured_mappings() if mapping.path == str(file)]
+
+
+def bundle_at(folder, quant="int4") -> SimpleNamespace:
+    return SimpleNamespace(path=folder, manifest=SimpleNamespace(quant=quant))
 
 
 @linux
 def test_what_was_read_is_given_back_and_can_be_read_again(weights):
     read = mapped(weights)
     assert [mapping.resident for mapping in mappings_of(weights)] == [SIZE]
-    memory.give_back_read(SimpleNamespace(path=weights.parent))
+    memory.give_back_read(bundle_at(weights.parent))
     assert [mapping.resident for mapping in mappings_of(weights)] == [0]
     assert read[:] == CONTENT
 
@@ -49,18 +53,19 @@ def test_what_was_read_is_given_back_and_can_be_read_again(weights):
 def test_it_is_found_through_a_link(weights, tmp_path):
     read = mapped(weights)
     (tmp_path / "link").symlink_to(weights.parent)
-    memory.give_back_read(SimpleNamespace(path=tmp_path / "link"))
+    memory.give_back_read(bundle_at(tmp_path / "link"))
     assert [mapping.resident for mapping in mappings_of(weights)] == [0]
     assert read[:] == CONTENT
 
 
 @linux
-def test_what_was_written_stays(weights):
-    changed = mapped(weights)
-    changed[5] = 77
-    memory.give_back_read(SimpleNamespace(path=weights.parent))
-    assert changed[5] == 77
-    assert weights.read_bytes() == CONTENT
+@pytest.mark.parametrize(("quant", "byteorder"), [(None, "little"), ("int4", "big")])
+def test_what_is_needed_at_once_or_was_swapped_stays(quant, byteorder, weights, monkeypatch):
+    read = mapped(weights)
+    monkeypatch.setattr(memory.sys, "byteorder", byteorder)
+    memory.give_back_read(bundle_at(weights.parent, quant))
+    assert [mapping.resident for mapping in mappings_of(weights)] == [SIZE]
+    assert read[:] == CONTENT
 
 
 @linux
@@ -69,7 +74,7 @@ def test_other_files_stay(weights, tmp_path):
     other = tmp_path / "other" / "weights.bin"
     other.write_bytes(CONTENT)
     read = mapped(other)
-    memory.give_back_read(SimpleNamespace(path=weights.parent))
+    memory.give_back_read(bundle_at(weights.parent))
     assert [mapping.resident for mapping in mappings_of(other)] == [SIZE]
     assert read[:] == CONTENT
 
@@ -87,4 +92,4 @@ def test_nothing_happens_on_another_system(weights, monkeypatch):
         raise FileNotFoundError("/proc/self/smaps")
 
     monkeypatch.setattr(memory, "mappings", no_list)
-    memory.give_back_read(SimpleNamespace(path=weights.parent))
+    memory.give_back_read(bundle_at(weights.parent))
