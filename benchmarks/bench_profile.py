@@ -17,6 +17,7 @@ import tempfile
 import time
 from bisect import bisect
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,20 +81,24 @@ def read_runs(file: Path) -> list[Times]:
 def python_share(bundle: Path, options: SamplingOptions, steps: int) -> tuple[float, float]:
     """Seconds of the median step, and those of it that are Python's."""
     inside: list[float] = []
-    plain = session.Session.run_briefly
 
-    def timed(*arguments: Any) -> None:
-        begin = time.perf_counter()
-        plain(*arguments)
-        inside.append(time.perf_counter() - begin)
+    def timed(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **more: Any) -> Any:
+            begin = time.perf_counter()
+            found = plain(*arguments, **more)
+            inside.append(time.perf_counter() - begin)
+            return found
 
-    with mock.patch.object(session.Session, "run_briefly", timed):
+        return run
+
+    ways = {name: timed(getattr(session.Session, name)) for name in ("run_briefly", "run_values")}
+    with mock.patch.multiple(session.Session, **ways):
         answer = tfmx.load(bundle).generate(
             [5] * 32, dataclasses.replace(options, ignore_eos=True), max_new_tokens=1 + WARM + steps
         )
         times = [time.perf_counter() for _ in answer]
     whole = [after - before for before, after in pairwise(times)]
-    outside = [step - run for step, run in zip(whole, inside, strict=True)]
+    outside = [step - run for step, run in zip(whole, inside[-len(whole) :], strict=True)]
     return statistics.median(whole[WARM:]), statistics.median(outside[WARM:])
 
 

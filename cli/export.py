@@ -41,10 +41,7 @@ if TYPE_CHECKING:
     help="The precision of weights, cache and arithmetic.",
 )
 @click.option(
-    "--opset",
-    type=click.IntRange(17, 24),
-    metavar="N",
-    help="The version of ONNX's operators.  [default: 18]",
+    "--opset", type=int, metavar="N", help="The version of ONNX's operators, 17 to 24.  [default: 18]"
 )
 @click.option(
     "--max-context",
@@ -82,7 +79,7 @@ def command(
     """
     layers = () if attentions is None else parse_numbers(attentions, "--attentions")
     check_quantisation(quantisation, target, dtype)
-    _check_files(Path(out), quantisation["calibrate"])
+    _check_early(opset, Path(out), quantisation["calibrate"])
     started = time.perf_counter()
     with Bars() as progress:
         progress.stage("loading PyTorch", 1)
@@ -104,13 +101,16 @@ def command(
     _report(Bundle.open(out, check=False), parity, source, seconds)
 
 
-def _check_files(out: Path, text: Path | None) -> None:
-    """Seconds before they are used."""
+def _check_early(opset: int | None, out: Path, text: Path | None) -> None:
+    """Seconds before they are used: PyTorch is not loaded yet."""
     from ..export.publish import check_target
     from ..export.quality_windows import read_text
+    from ..runtime.ops import check_opset
 
+    if opset is not None:
+        check_opset(opset)
     check_target(out)
-    if text is not None:
+    if text is not None and (text.is_file() or text.is_dir() or not text.exists()):  # a pipe is read once
         read_text(str(text))
 
 

@@ -33,6 +33,7 @@ from ..runtime.bundle import (
 )
 from ..runtime.graph_audit import audit_graph
 from ..runtime.inputs import check_ids
+from ..runtime.ops import check_opset
 from ..runtime.tokenizer import Tokenizer
 from .arithmetic import EXACT, Arithmetic, CacheNumbers, kv_error
 from .builder import serialised
@@ -54,7 +55,6 @@ from .weights import WEIGHTS_FILE, distinct, link_weights, write_weights
 
 Precision = Literal["fp32", "fp16"]
 DTYPES: dict[Precision, ir.DataType] = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
-OPSETS = range(17, 25)
 DEFAULT_OPSET = 18  # runs in every runtime that was tried, with 17
 GOLDEN_FILE = "golden.npz"
 # Chapters VII and VIII of "Alice's Adventures in Wonderland": what quality is measured on ends before them
@@ -86,8 +86,7 @@ class ExportOptions:
     kv: CacheNumbers = "float"
 
     def __post_init__(self) -> None:
-        if self.opset not in OPSETS:
-            raise InputError(f"--opset is {self.opset}, wanted {OPSETS.start} to {OPSETS.stop - 1}")
+        check_opset(self.opset)
 
 
 def export(source: str, out: Path, options: ExportOptions, progress: Progress | None = None) -> Parity | None:

@@ -40,7 +40,7 @@ class AppendEngine:
 
     @property
     def can_trim(self) -> bool:
-        return all(state.growth != "constant" for state in self._states)
+        return not self._graphs.manifest.is_recurrent
 
     def prefill(self, rows: Sequence[Row]) -> Logits:
         return self._result(self._append(rows, keep=1, extras=())[-1][0])

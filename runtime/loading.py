@@ -35,7 +35,7 @@ def load(
     bundle = Bundle.look(path, check=check)
     chosen = choose_device(device, bundle)
     for role in bundle.manifest.used_graphs:
-        bundle.graph(role)  # read and audited
+        bundle.graph(role)  # read and audited while there is one thread
     beside = Beside(lambda: _check_and_read_tokenizer(bundle))
     try:
         graphs = Graphs(bundle, chosen, threads=threads)

@@ -129,7 +129,7 @@ class Model:
         """
         started = time.perf_counter()
         options = self._options(sampling, max_new_tokens)
-        prompt = self._reader.read(self.chat_ids(messages, tools=tools), "the prompt")
+        prompt = self._reader.read(self.chat_ids(messages, tools=tools), "the conversation")
         if self.manifest.kind == "encoder-decoder":
             return self._stream([prompt], options, started, self._speculation)
         return self._stream_chat(prompt.tolist(), options, started, self._speculation)

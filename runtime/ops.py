@@ -7,6 +7,8 @@ LSTM was probed with 55 wrong shapes and attributes: only a batch of 0 rows kill
 
 from __future__ import annotations
 
+from .. import InputError
+
 # The opset versions that may be imported: 17 and 18 run everywhere, 24 is the newest that was probed.
 OPSETS: dict[str, range] = {"": range(17, 25), "com.microsoft": range(1, 2)}
 
@@ -35,3 +37,9 @@ OPS: dict[str, frozenset[str]] = {
     "": frozenset(" ".join(_STANDARD.values()).split()),
     "com.microsoft": frozenset(" ".join(_CONTRIB.values()).split()),
 }
+
+
+def check_opset(found: int) -> None:
+    known = OPSETS[""]
+    if found not in known:
+        raise InputError(f"--opset is {found}, wanted {known.start} to {known.stop - 1}")

@@ -258,12 +258,10 @@ def _largest(row: FloatArray, count: int) -> IntArray:
     Of the largest numbers of so many blocks the smallest is a bound: at least `count` reach it, and hardly more.
     """
     blocks = len(row) // _BLOCK
-    if count < blocks:
-        strided = row[: blocks * _BLOCK].reshape(_BLOCK, blocks)  # a column is a block
-        peaks = np.maximum.reduce(strided)
-        ids = np.flatnonzero(row >= np.partition(peaks, blocks - count)[blocks - count])
-    else:
-        ids = np.argpartition(row, len(row) - count)[len(row) - count :]
+    values = row
+    if count < blocks:  # a column is a block
+        values = np.maximum.reduce(row[: blocks * _BLOCK].reshape(_BLOCK, blocks))
+    ids = np.flatnonzero(row >= np.partition(values, len(values) - count)[len(values) - count])
     return ids[np.lexsort((ids, -row[ids]))][:count]
 
 
@@ -307,11 +305,9 @@ def _place_in_blocks(weights: FloatArray, uniform: float) -> int:
     cumulated = _cumulated(sums)
     point = uniform * cumulated[-1]
     block = _possible(sums, int(np.searchsorted(cumulated, point, side="right")))
-    inside = weights[block * size : (block + 1) * size]
     before = cumulated[block] - sums[block]
-    return block * size + _possible(
-        inside, int(np.searchsorted(_cumulated(inside), point - before, side="right"))
-    )
+    # as a share of the block: its sum is a float32, and not quite that of its weights
+    return block * size + _place(weights[block * size : (block + 1) * size], (point - before) / sums[block])
 
 
 def _possible(weights: FloatArray, place: int) -> int:

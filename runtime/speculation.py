@@ -53,7 +53,7 @@ def check_speculation(speculation: Speculation, model: Model) -> None:
         raise SpeculationError(
             f"speculation is for bundles over tokens; this one takes {manifest.inputs.kind}"
         )
-    _check_forgets(manifest, "this bundle")
+    _check_forgets(manifest, "this bundle", "do not speculate")
     if Wiring.of(manifest).last_only:
         raise SpeculationError(
             "this bundle's graphs give the logits of the last position only, so guesses cannot be checked"
@@ -62,10 +62,10 @@ def check_speculation(speculation: Speculation, model: Model) -> None:
         _check_draft(speculation.draft, model)
 
 
-def _check_forgets(manifest: Manifest, what: str) -> None:
+def _check_forgets(manifest: Manifest, what: str, instead: str) -> None:
     if manifest.is_recurrent:
         raise SpeculationError(
-            f"{what} has a recurrent state, which cannot forget guesses that were wrong; do not speculate"
+            f"{what} has a recurrent state, which cannot forget guesses that were wrong; {instead}"
         )
 
 
@@ -79,7 +79,7 @@ def _check_draft(draft: Model, model: Model) -> None:
         raise SpeculationError(
             f"the draft model's vocabulary has {found.vocab_size} tokens, this bundle's {wanted.vocab_size}; both must have the same"
         )
-    _check_forgets(found, "the draft model")
+    _check_forgets(found, "the draft model", "give another one, or none")
     mine, other = model.tokenizer, draft.tokenizer
     if mine is None or other is None:  # ids are all there is
         return

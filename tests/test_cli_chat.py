@@ -135,7 +135,7 @@ def test_a_conversation_that_outgrows_the_context_is_one_line():
     done = chat(stdin=b"Hello\n" * 9)
     assert done.code == 2
     assert re.fullmatch(
-        r"tfmx: error: the prompt has \d+ tokens, the context holds 96; shorten it\n", done.err
+        r"tfmx: error: the conversation has \d+ tokens, the context holds 96; shorten it\n", done.err
     )
 
 
@@ -243,7 +243,9 @@ def test_a_conversation_at_a_terminal(tmp_path):
         there.expect("half a line")
         there.press_until(CTRL_C, r"\r\n.*> ")
         there.send("x" * 200 + "\r")
-        there.expect(r"tfmx: error: the prompt has \d+ tokens, the context holds 96; shorten it\r\n.*> ")
+        there.expect(
+            r"tfmx: error: the conversation has \d+ tokens, the context holds 96; shorten it\r\n.*> "
+        )
         there.send("Two\r")
         there.expect(r"uuu\r\nprefill .* cached\)")
         there.expect("> ")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from command_line import PROGRAM, Done, bundle, checkpoint, exported, sigint_as_
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config
 
-from tfmx import TfmxError
+from tfmx import InputError, TfmxError
 from tfmx.cli.kind_words import describe_length
 from tfmx.export import pipeline
 from tfmx.export.parity import CaseParity, Parity
@@ -65,8 +67,8 @@ def refused(code, source, *arguments, parts, out):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--opset", "16"], ["'--opset': 16", "17<=x<=24"]),
-        (["--opset", "25"], ["'--opset': 25", "17<=x<=24"]),
+        (["--opset", "16"], ["--opset is 16", "17 to 24"]),
+        (["--opset", "25"], ["--opset is 25", "17 to 24"]),
         (["--max-context", "129"], ["--max-context is 129", "128 positions"]),
         (["--max-context", "0"], ["--max-context is 0"]),
         (["--max-context", "-5"], ["--max-context is -5"]),
@@ -156,6 +158,38 @@ def test_a_place_that_is_taken_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     tfmx("export", checkpoint(), "-o", tmp_path / "file").fails(2, "is not a folder")
     tfmx("export", checkpoint(), "-o", tmp_path / "file" / "out").fails(1, "cannot write to")
+
+
+def test_an_opset_that_is_not_known_is_refused_from_python_too():
+    with pytest.raises(InputError, match=r"^--opset is 16, wanted 17 to 24$"):
+        pipeline.ExportOptions(opset=16)
+
+
+def test_files_are_looked_at_before_the_source_is(tmp_path):
+    """Minutes of a large one: the line names what will be wrong at the end."""
+    nothing = tmp_path / "no checkpoint"
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    refused(2, nothing, parts=["photos", "not a tfmx bundle"], out=tmp_path / "photos")
+    calibrate = ("--quant", "int4", "--calibrate")
+    refused(
+        2, nothing, *calibrate, tmp_path / "none.txt", parts=["none.txt cannot be read"], out=tmp_path / "b"
+    )
+    refused(2, nothing, *calibrate, tmp_path, parts=["cannot be read"], out=tmp_path / "b")
+
+
+def test_a_text_from_a_pipe_is_read_once(tmp_path):
+    """A second reading would find nothing, or wait for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("a word " * 50), daemon=True)
+    writer.start()
+    arguments = ("--quant", "int4", "--quant-block", "16", "--calibrate", pipe)
+    refused(
+        2, checkpoint(), *arguments, parts=["the text to calibrate with has", "2,048"], out=tmp_path / "b"
+    )
+    writer.join(10)
+    assert not writer.is_alive()
 
 
 @pytest.mark.slow

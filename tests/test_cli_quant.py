@@ -29,7 +29,6 @@ def blocks(tmp_path_factory) -> str:
         (("--calibrate", "text"), "--calibrate goes with --quant"),
         (("--quant-symmetric",), "--quant-symmetric goes with --quant"),
         (("--quant-zero-points",), "--quant-zero-points goes with --quant"),
-        (("--quant", "int4", "--calibrate", "/nowhere"), "/nowhere cannot be read: No such file"),
         ((*INT8, "--quant-mixed"), "--quant-mixed keeps some matrices at 8 bits"),
         ((*INT8, "--quant-mixed", "--target", "portable"), "--quant-mixed keeps some matrices at 8 bits"),
         ((*INT4, "--quant-activations", "int8", "--target", "portable"), "is for --target ort"),

@@ -89,7 +89,7 @@ def test_loading_gives_back_what_it_read(tmp_path, monkeypatch):
 
 def test_nothing_happens_on_another_system(weights, monkeypatch):
     def no_list():
-        raise FileNotFoundError("/proc/self/smaps")
+        raise FileNotFoundError("/proc/self/maps")
 
     monkeypatch.setattr(memory, "mappings", no_list)
     memory.give_back_read(bundle_at(weights.parent))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from family_bundles import family_model
 from random_models import PLAIN, PLAIN_ATTENTION, VARIANTS, random_source
 
+import tfmx
 import tfmx.export.cache_scales as cache_scales_module
 import tfmx.export.quantiser as quantiser_module
 import tfmx.export.source as source_module
@@ -23,6 +25,7 @@ from tfmx.export.quantiser import rounded
 from tfmx.export.recipe import Quant, describe, parse_layout
 from tfmx.export.rounding import round_nearest
 from tfmx.export.source import open_source
+from tfmx.runtime import loading
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.device_buffer import DeviceBuffer
 from tfmx.runtime.devices import Device
@@ -314,3 +317,22 @@ def test_a_head_alone_may_be_quantised(tmp_path: Path) -> None:
     """The gate allows for what its inputs lose too."""
     _, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=4, skip=("blocks.*",))))
     assert set(bundle.manifest.quant.matrices) <= {"embed.weight", "head.weight"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_onnxruntime_writes_into_no_mapped_weights(tmp_path, monkeypatch) -> None:
+    """What `give_back_read` counts on: it drops them, and a page that was written to would be lost."""
+    _, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=4), verify=False))
+    monkeypatch.setattr(loading, "give_back_read", lambda _bundle: None)
+    model = tfmx.load(bundle.path, threads=1)
+    assert len(list(model.generate([1, 2, 3], max_new_tokens=4))) == 4
+    sizes = {"Rss": 0, "Anonymous": 0}
+    path = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *words = line.split()
+        if first.endswith(":") and path == str(bundle.path / "weights.bin"):
+            sizes |= {key: sizes[key] + int(words[0]) for key in sizes if first == f"{key}:"}
+        elif not first.endswith(":"):
+            path = words[-1]
+    assert sizes["Rss"] > 0
+    assert sizes["Anonymous"] == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tfmx import InputError
+from tfmx.runtime import sampling
 from tfmx.runtime.sampling import (
     NoTokenError,
     Sampler,
@@ -80,6 +81,38 @@ def test_a_flat_vocabulary_needs_more_than_the_first_candidates():
     assert max(shares) < 2500
     assert len(shares) > 700
     assert max(draws(SamplingOptions(temperature=1.0, min_p=0.5), flat, count=1500)) > 4000
+
+
+@pytest.mark.parametrize("size", [6, 64, 100, 321, 5000, 20011])
+@pytest.mark.parametrize("count", [1, 3, 40, 256, 2048])
+def test_the_largest_are_found_with_ties_and_at_the_ends(size, count):
+    count = min(count, size)
+    row = np.random.default_rng(size + count).normal(size=size).astype(np.float32)
+    row = np.round(2 * row) / 2  # many equals
+    row[size // 3 :: 7] = -np.inf
+    row[-1] = row.max()  # behind the last whole block
+    wanted = np.lexsort((np.arange(size), -row))[:count]
+    assert sampling._largest(row, count).tolist() == wanted.tolist()
+    assert sampling._largest(np.zeros_like(row), count).tolist() == list(range(count))
+
+
+def test_a_draw_from_a_whole_vocabulary_stays_among_what_has_weight():
+    """Sums of blocks are float32: at the very end of a block nothing else may be picked."""
+    weights = np.zeros(2048, np.float32)
+    weights[[3, 600, 1500]] = 0.1, 0.3, 0.6
+    places = [sampling._place_in_blocks(weights, uniform) for uniform in np.linspace(0, 1, 4001)[:-1]]
+    assert sorted(set(places)) == [3, 600, 1500]
+    assert [round(places.count(place) / 4000, 2) for place in (3, 600, 1500)] == [0.1, 0.3, 0.6]
+    rng = np.random.default_rng(0)
+    drawn = rng.random(49152, np.float32)
+    edges = np.add.reduceat(drawn, np.arange(0, 49152, 512)).cumsum(dtype=np.float64)
+    for edge in (
+        edges[:-1] / edges[-1]
+    ):  # just below an edge is a block's end, just above it the next one's beginning
+        below, above = (
+            sampling._place_in_blocks(drawn, float(np.nextafter(edge, towards))) for towards in (0, 1)
+        )
+        assert below // 512 <= above // 512 <= below // 512 + 1
 
 
 def test_the_repetition_penalty_counts_prompt_and_answer():
