@@ -9,6 +9,8 @@ at least one rounding step of the largest value (some PyTorch sums are kept in d
 PyTorch is run more than once: where a model is ill-conditioned, one run can be right by luck. Decoders that are run layer
 by layer have two more, with what reaches each layer nudged by up to a rounding step; so have small models that are run whole,
 with every weight nudged by up to half of one.
+Graphs that round activations to 8 bits are held against PyTorch rounding the same, in most rows of a case: at some tokens of a
+trained model such an error grows to a hundred times the others', or does not, as it happens. (All rows count in their exact twins.)
 The same holds for what was written into the cache, with the root mean square for the maximum: there, one token
 with huge activations (trained models have some) would make the maximum a matter of luck.
 """
@@ -34,6 +36,7 @@ from .stitch import GraphKind
 
 FACTOR = 4.0
 RULE = f"max|onnx - torch64| <= {FACTOR:g} * max|torch - torch64|"
+ROUNDED_ROWS = 0.75  # of a case with rounded activations: so many are compared, those that are least off
 CACHE_BYTES = 2**29  # what the longest case may take for its cache
 
 
@@ -159,21 +162,36 @@ class Gate:
             self.reference.run(self.cases, self.pasts, precision, self.progress.advance, sample, arithmetic)
             for sample in samples
         ]
-        budgets = _budgets(self.cases, rounded, self.exact, precision)
         graphs = Graphs(folder, growth, signature, precision, cache_scales=cache_scales)
-        return self._compare(graphs, budgets, "verifying: onnxruntime, rounding")
+        return self._compare(
+            graphs,
+            _budgets(self.cases, rounded, self.exact, precision, ROUNDED_ROWS),
+            "verifying: onnxruntime, rounding",
+            ROUNDED_ROWS,
+            _budgets(self.cases, rounded, self.exact, precision),
+        )
 
-    def _compare(self, graphs: Graphs, budgets: Sequence[tuple[float, float]], stage: str) -> Parity:
+    def _compare(
+        self,
+        graphs: Graphs,
+        budgets: Sequence[tuple[float, float]],
+        stage: str,
+        rows: float = 1.0,
+        golden_budgets: Sequence[tuple[float, float]] | None = None,
+    ) -> Parity:
+        """`golden_budgets`: of all rows, which a replay looks at."""
         self.progress.stage(stage, len(self.cases))
         growth = graphs.growth
         results: list[CaseParity] = []
         golden: dict[str, Array] = {}
-        for case, truth, budget in zip(self.cases, self.exact, budgets, strict=True):
+        for case, truth, budget, (golden_budget, _) in zip(
+            self.cases, self.exact, budgets, golden_budgets or budgets, strict=True
+        ):
             if case.columns_only and growth != "append":
                 continue
-            results.append(compare(case, graphs.run(self.reference, self.pasts, case), truth, budget))
+            results.append(compare(case, graphs.run(self.reference, self.pasts, case), truth, budget, rows))
             if case.is_golden:
-                golden |= golden_arrays(self.reference.signature, case, truth, results[-1].budget)
+                golden |= golden_arrays(self.reference.signature, case, truth, golden_budget)
             self.progress.advance()
         return Parity(tuple(results), golden)
 
@@ -183,14 +201,15 @@ def _budgets(
     samples: Sequence[Sequence[CaseOutputs]],
     exact: Sequence[CaseOutputs],
     precision: torch.dtype,
+    rows: float = 1.0,
 ) -> list[tuple[float, float]]:
-    """For the main output and for the state of each case."""
+    """For the main output, in so many of its rows, and for the state of each case."""
     step = torch.finfo(precision).eps
     mains, states = [], []
     for index, (case, truth) in enumerate(zip(cases, exact, strict=True)):
         true_main, true_states = _real_rows(case, truth), _flat(truth.states)
         plain = [sample[index] for sample in samples]
-        errors = [_largest(np.abs(_real_rows(case, ours) - true_main)) for ours in plain]
+        errors = [_error(_real_rows(case, ours) - true_main, rows) for ours in plain]
         mains.append(max(*errors, step * _largest(np.abs(true_main))))
         state_errors = [_mean_square(_flat(ours.states) - true_states) for ours in plain]
         states.append(max(*state_errors, step * _mean_square(true_states)))
@@ -208,17 +227,19 @@ def _longest(reference: Reference) -> int:
     return min(reference.signature.steps.length, CACHE_BYTES // max(per_token, 1))
 
 
-def compare(case: Case, onnx: CaseOutputs, exact: CaseOutputs, budgets: tuple[float, float]) -> CaseParity:
+def compare(
+    case: Case, onnx: CaseOutputs, exact: CaseOutputs, budgets: tuple[float, float], rows: float = 1.0
+) -> CaseParity:
     ours, truth = _real_rows(case, onnx), _real_rows(case, exact)
-    error = np.abs(ours - truth)
+    difference = ours - truth
     best_two = np.partition(truth, -2, axis=-1)[:, -2:] if truth.shape[1] > 1 else np.repeat(truth, 2, axis=1)
     return CaseParity(
         name=case.name,
-        error=_largest(error),
+        error=_error(difference, rows),
         budget=budgets[0],
         state_error=_mean_square(_flat(onnx.states) - _flat(exact.states)),
         state_budget=budgets[1],
-        mean_error=float(error.mean()),
+        mean_error=float(np.abs(difference).mean()),
         argmax_agreement=float((ours.argmax(-1) == truth.argmax(-1)).mean()),
         margin=float((best_two[:, 1] - best_two[:, 0]).min()),
     )
@@ -226,6 +247,15 @@ def compare(case: Case, onnx: CaseOutputs, exact: CaseOutputs, budgets: tuple[fl
 
 def _short(value: float) -> float:
     return float(f"{value:.3g}")
+
+
+def _error(difference: Array, rows: float) -> float:
+    """The largest of so many rows; of all, if any is not finite."""
+    if difference.size == 0:
+        return 0.0
+    by_row = np.abs(difference).max(axis=-1)
+    share = rows if np.isfinite(by_row).all() else 1.0
+    return float(np.quantile(by_row, share, method="higher"))
 
 
 def _largest(values: Array) -> float:

@@ -18,6 +18,7 @@ import tfmx.export.cache_scales as cache_scales_module
 import tfmx.export.quantiser as quantiser_module
 import tfmx.export.source as source_module
 from tfmx import InputError
+from tfmx.export import lower_ort
 from tfmx.export.layout import CODES, SCALES, BlockLayout, as_stored, packed, shared_name, unpacked
 from tfmx.export.parity import ParityError
 from tfmx.export.pipeline import DTYPES, ExportOptions, export_model
@@ -317,6 +318,13 @@ def test_a_head_alone_may_be_quantised(tmp_path: Path) -> None:
     """The gate allows for what its inputs lose too."""
     _, bundle = exported(tmp_path, ExportOptions(quant=Quant(bits=4, skip=("blocks.*",))))
     assert set(bundle.manifest.quant.matrices) <= {"embed.weight", "head.weight"}
+
+
+def test_scales_of_keys_and_values_that_are_swapped_are_caught(tmp_path, monkeypatch) -> None:
+    """Only the comparison with what is rounded can see it: the exact twin has no such cache."""
+    monkeypatch.setattr(lower_ort, "CACHE_SCALES", lower_ort.CACHE_SCALES[::-1])
+    with pytest.raises(ParityError, match="parity failed"):
+        exported(tmp_path, ExportOptions(quant=Quant(bits=8), kv="int8"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
