@@ -100,6 +100,7 @@ def test_quantised_graphs_compute_what_pytorch_does_with_their_weights(tmp_path:
     assert parity.passed
     rounds = target == "ort" and quant.activations == "int8"
     assert (parity.rounding is not None) == rounds
+    assert ("75% of the rows" in str(parity.certificate().get("rounding"))) == rounds
     assert bundle.manifest.quant is not None
     assert "blocks.0.attention.qkv.weight" in bundle.manifest.quant.matrices
     assert ("head.weight" in bundle.manifest.quant.matrices) == (not quant.skip)
