@@ -6,6 +6,7 @@ and the tokenizer come beside that. Before, there is one thread: another would w
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from .. import InputError
@@ -52,5 +53,7 @@ def _check_and_read_tokenizer(bundle: Bundle) -> Tokenizer | None:
     bundle.check_sums()
     data = bundle.read("tokenizer.json")
     tokenizer = None if data is None else Tokenizer(data)
+    # Samplers need it. In this thread, for Ctrl-C comes to the main one, and Cython's modules swallow it while they are imported.
+    importlib.import_module("numpy.random")
     give_back_freed()
     return tokenizer

@@ -120,6 +120,23 @@ def test_a_chat_goes_on_rightly_after_ctrl_c_at_any_moment(flavour, tmp_path):
         assert process.returncode == 0
 
 
+def test_an_answer_imports_nothing_from_outside(tmp_path):
+    """While some modules are imported (numpy.random's), Ctrl-C is lost: one press of 600 was."""
+    from tiny_bundle import write_bundle
+
+    write_bundle(tmp_path / "b", "capacity")
+    code = f"""
+import sys
+import tfmx
+from tfmx.runtime.sampling import SamplingOptions
+model = tfmx.load({str(tmp_path / "b")!r}, threads=1)
+before = set(sys.modules)
+list(model.chat([{{"role": "user", "content": "Hi"}}], SamplingOptions(temperature=1.0), max_new_tokens=4))
+print(sorted(name for name in set(sys.modules) - before if not name.startswith("tfmx.")))
+"""
+    assert start(code).communicate() == ("[]\n", "")
+
+
 def test_work_runs_and_its_errors_come_back():
     assert run_interruptible(lambda: 42, lambda: None) == 42
     with pytest.raises(ZeroDivisionError):
