@@ -109,7 +109,7 @@ def warm_up_case(signature: Signature) -> Case:
 
 
 def _encoder_cases(elements: Elements) -> list[Case]:
-    draw = _Draw(elements)
+    draw = Draw(elements)
     if elements.kind == "images":
         shapes: list[tuple[str, Sequence[int], Padding]] = [
             ("one image", [0], "left"),
@@ -140,7 +140,7 @@ def _encoder_cases(elements: Elements) -> list[Case]:
     ]
 
 
-class _Draw:
+class Draw:
     """Random elements; vectors are numbers that half precision holds exactly, so that all see the same."""
 
     def __init__(self, elements: Elements) -> None:
@@ -164,8 +164,8 @@ class _Draw:
 
 class _Maker:
     def __init__(self, signature: Signature) -> None:
-        self.draw = _Draw(signature.steps)
-        self.source = _Draw(signature.inputs) if signature.kind == "encoder-decoder" else None
+        self.draw = Draw(signature.steps)
+        self.source = Draw(signature.inputs) if signature.kind == "encoder-decoder" else None
         self.context = signature.steps.length
 
     def __call__(

@@ -78,6 +78,7 @@ class Source(Protocol):
     generation: GenerationDefaults
     texts: dict[str, str]  # small files of the bundle: tokenizer.json, chat_template.jinja, config.json
     can_be_smoothed: bool
+    is_own: bool  # a user's module: nobody has tested yet that it keeps the protocol's properties
 
     def digests(self) -> dict[str, FileInfo]: ...
 
@@ -154,6 +155,7 @@ class CheckpointSource:
     """A decoder that is stamped layer by layer: neither its weights nor its layers are ever in memory together."""
 
     can_be_smoothed = True
+    is_own = False
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: ir.DataType, importance: Mapping[str, torch.Tensor] | None = None

@@ -80,6 +80,7 @@ class WholeSource:
         texts: dict[str, str],
     ) -> None:
         self._model, self.signature, self._dtype = model, signature, dtype
+        self.is_own = isinstance(model, OwnModule)
         self.kind, self._files, self.model_info = kind, files, model_info
         self.generation, self.texts = generation, texts
         self.spec: StateSpec = model.state_spec()

@@ -56,7 +56,7 @@ class WholeReference:
     ) -> None:
         self._layouts = layouts
         self._build, self.signature, self.spec, self.precision = build, signature, spec, precision
-        self.samples = 3 if size < SMALL else 1
+        self.size, self.samples = size, 3 if size < SMALL else 1
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)
