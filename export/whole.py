@@ -25,7 +25,8 @@ from .builder import Builder
 from .content_plan import ContentPlan
 from .layout import Target
 from .lower_basic import FLOAT, INT64
-from .own_module import ModuleError, OwnModule, first_line
+from .own_calls import OwnModule
+from .own_module import ModuleError, first_line
 from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .reference import Reference
@@ -145,7 +146,7 @@ class WholeSource:
         pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
         try:
             if own:
-                _check_state_count(pieces[0], len(self.spec))
+                _check_state_count(pieces[0], len(self._outputs(kinds[0])) - 1)
             traced = trace_pieces(model, pieces, opset if own else TRACE_OPSET)
         except ModuleError:
             raise
@@ -178,13 +179,13 @@ class WholeSource:
         slots = [
             Slot(elements.name, INT64 if elements.kind == "tokens" else self._dtype, elements.shape(length))
         ]
-        if elements.kind != "images":
+        if kind != "encode" or self.signature.has_mask:
             columns = length if kind == "encode" or self._forgets else "total_sequence_length"
             slots.append(Slot("attention_mask", INT64, ("batch_size", columns)))
         if kind == "encode":
             return slots
         slots.append(Slot("position_ids", INT64, ("batch_size", length)))
-        if self.signature.kind == "encoder-decoder" and self.signature.inputs.kind != "images":
+        if self.signature.kind == "encoder-decoder" and self.signature.has_mask:
             slots.append(Slot("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length")))
         return slots + [Slot(state.past, self._state_dtype(state), state.shape) for state in self.spec]
 

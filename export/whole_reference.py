@@ -14,7 +14,7 @@ from ..tfm_model.transformer import Outputs, Transformer
 from .arithmetic import EXACT, Arithmetic
 from .cases import Case
 from .layout import BlockLayout
-from .reference import CaseOutputs, Pasts, by_element, real, start, written
+from .reference import CaseOutputs, Pasts, by_element, encoded_elements, real, start, written
 from .rounded import round_inputs
 from .signature import Signature
 
@@ -103,7 +103,11 @@ class WholeReference:
             if run.graph == "encode":
                 outputs = model.encode(inputs, mask)
                 source_mask, fixed = mask, outputs.state
-                extra = [by_element(np.asarray(part.numpy()), run) for part in fixed]
+                known = [state for state in self.spec if state.growth == "fixed"]
+                extra = [
+                    encoded_elements(np.asarray(part.numpy()), spec, run)
+                    for part, spec in zip(fixed, known, strict=True)
+                ]
                 names = self.signature.encoder_map_names
             else:
                 assert mask is not None
