@@ -13,9 +13,9 @@ from ..tfm_model.protocol import ExportableModule
 from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
 from .own_module import ModuleError, OwnModule, build_module, check_spec
-from .shown_layers import Layers
+from .shown_layers import Layers, Maps
 from .signature import token_signature
-from .source import Source, check_context, checkpoint_source
+from .source import ContextLengthError, Source, check_context, checkpoint_source
 from .whole import WholeSource
 
 
@@ -33,13 +33,15 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
             module, "python", (file,), generation, None if tokenizer is None else str(tokenizer)
         )
         return checkpoint_source(checkpoint, dtype, max_context, attentions)
-    if attentions:
+    if attentions not in ((), Maps((), ())):
         raise ModuleError(
             "--attentions is for models of the built-in family; a module of your own gives its outputs"
         )
     own = cast("ExportableModule", module)
     if max_context is not None and max_context != own.max_context:
-        raise ModuleError(f"--max-context is {max_context}; a module of your own says its max_context itself")
+        raise ContextLengthError(
+            f"--max-context is {max_context}; a module of your own says its max_context itself"
+        )
     check_context(own.max_context)
     check_spec(own.state_spec(), source)
     return WholeSource(

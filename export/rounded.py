@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ..tfm_model.heads import Head
 from ..tfm_model.layers import Linear
@@ -29,6 +32,29 @@ def round_inputs(model: nn.Module, layout_of: Callable[[str], BlockLayout | None
             module.register_forward_pre_hook(
                 lambda _, args, block=block: (rounded_blocks(args[0], block), *args[1:])
             )
+
+
+class RoundedInputs(TorchFunctionMode):
+    """The same where modules are not ours: every `F.linear` whose weight has blocks, whoever calls it.
+
+    What PyTorch calls inside its own functions (of nn.MultiheadAttention, say) is not seen.
+    """
+
+    def __init__(self, block_of: Callable[[object], int | None]) -> None:
+        super().__init__()
+        self._block_of = block_of
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (its name in PyTorch)
+        block = self._block_of(weight)
+        return F.linear(input if block is None else rounded_blocks(input, block), weight, bias)
 
 
 def rounded_blocks(x: Tensor, block: int) -> Tensor:
