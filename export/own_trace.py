@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from onnx.defs import OpSchema
-from onnxscript import opset18, values
+from onnxscript import opset18 as op
+from onnxscript import values
 from torch import Tensor
 
 from ..tfm_model.ops import node
+from .lower_basic import FLOAT, INT64
 
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(double)", "tensor(bfloat16)"]
 
@@ -54,13 +57,64 @@ def _embedding(
     sparse: bool = False,  # noqa: ARG001, FBT001, FBT002
 ) -> Any:
     if len(token_ids.shape) != 2:  # not of tokens (B, T), as the lowerings expect
-        return opset18.Gather(weight, token_ids, axis=0)
+        return op.Gather(weight, token_ids, axis=0)
     return _EMBEDDING(token_ids, weight)
+
+
+def _attention(
+    query: Any,  # (..., H, T, D)
+    key: Any,  # (..., H_kv, S, D)
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,  # noqa: ARG001 (nothing is dropped in eval mode, see `eval_mode.py`)
+    is_causal: bool = False,  # noqa: FBT001, FBT002
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: FBT001, FBT002
+) -> Any:
+    """F.scaled_dot_product_attention: a row that sees nothing gives zeros, as in PyTorch; softmax is in float32.
+
+    torch.onnx's own translation adds the lowest number of float16 to scores, which overflows.
+    """
+    if enable_gqa:
+        key, value = (_repeated(part, query.shape[-3] // part.shape[-3]) for part in (key, value))
+    rank, D = len(key.shape), query.shape[-1]
+    turned = op.Transpose(key, perm=[*range(rank - 2), rank - 1, rank - 2])
+    factor = _constant(D**-0.5 if scale is None else scale, query.dtype)
+    scores = op.Cast(op.MatMul(op.Mul(query, factor), turned), to=FLOAT)
+    zero, seen = _constant(0.0, FLOAT), attn_mask
+    if is_causal:
+        seen = op.LessOrEqual(_count(key), op.Unsqueeze(_count(query), _constant([1], INT64)))
+    if seen is None:
+        weights = op.Softmax(scores, axis=-1)
+    elif seen.dtype in {None, ir.DataType.BOOL}:  # None: our own comparison
+        lowest = _constant(FLOAT.min, FLOAT)
+        weights = op.Where(seen, op.Softmax(op.Where(seen, scores, lowest), axis=-1), zero)
+    else:
+        weights = op.Softmax(op.Add(scores, op.Cast(seen, to=FLOAT)), axis=-1)
+        weights = op.Where(op.IsNaN(weights), zero, weights)
+    return op.MatMul(op.Cast(weights, to=query.dtype), value)
+
+
+def _repeated(x: Any, times: int) -> Any:
+    """Each head (of axis -3) as often as queries share it."""
+    heads = [head for head in range(x.shape[-3]) for _ in range(times)]
+    return x if times == 1 else op.Gather(x, _constant(heads, INT64), axis=len(x.shape) - 3)
+
+
+def _count(x: Any) -> Any:
+    """0, 1, ... as many as x has elements, (T,)."""
+    length = op.Squeeze(op.Shape(x, start=-2, end=-1))
+    return op.Range(_constant(0, INT64), length, _constant(1, INT64))
+
+
+def _constant(value: object, dtype: ir.DataType) -> Any:
+    return op.Constant(value=ir.tensor(value, dtype=dtype))  # type: ignore[arg-type]
 
 
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.linear.default: _linear,
     torch.ops.aten.embedding.default: _embedding,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -58,9 +59,10 @@ class RoundedInputs(TorchFunctionMode):
 
 
 def rounded_blocks(x: Tensor, block: int) -> Tensor:
-    blocks = x.reshape(*x.shape[:-1], -1, block)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # half precision has no scale for a block of zeros
+    blocks = wide.reshape(*x.shape[:-1], -1, block)
     scale = (blocks.abs().amax(dim=-1, keepdim=True) / INT8_TOP).clamp_min(1e-30)
-    return ((blocks / scale).round() * scale).reshape(x.shape)
+    return ((blocks / scale).round() * scale).reshape(x.shape).to(x.dtype)
 
 
 def rounded_cache(values: Tensor, scales: Tensor, what: str) -> Tensor:
