@@ -46,6 +46,8 @@ class PortableLowering(RecurrentLowering):
                 return [self.prepend(x, given(second))]
             case "NewMask":
                 return [self.cached(("new mask", x), lambda: self.new_mask(x, given(second)))]
+            case "WithColumns":  # a fact for the trace alone
+                return [x]
             case "ByHead":
                 return [self.by_head(x, attributes["heads"], attributes["head_dim"])]
             case "Attention":

@@ -12,8 +12,8 @@ from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
 from .own_module import ModuleError, build_module
 from .own_probe import open_own
-from .shown_layers import Layers
-from .source import Source, check_context, checkpoint_source
+from .shown_layers import Layers, Maps
+from .source import ContextLengthError, Source, check_context, checkpoint_source
 from .whole import WholeSource
 
 
@@ -31,14 +31,14 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
             module, "python", (file,), generation, None if tokenizer is None else str(tokenizer)
         )
         return checkpoint_source(checkpoint, dtype, max_context, attentions)
-    if attentions:
+    if attentions not in ((), Maps((), ())):
         raise ModuleError(
             "--attentions is for models of the built-in family; a module of your own gives its outputs"
         )
     own, signature = open_own(module)
     context = signature.steps.length
     if max_context is not None and max_context != context:
-        raise ModuleError(
+        raise ContextLengthError(
             f"--max-context is {max_context}; a module of your own says its max_context itself ({context})"
         )
     if signature.kind != "encoder":
