@@ -72,6 +72,28 @@ class OwnModule(nn.Module):
             else Call.of(module, "forward", _STEP if kind == "encoder-decoder" else _STEP[:3])
         )
 
+        named = getattr(module, "reference", None)
+        if named is not None and not callable(named):
+            raise ModuleError(
+                f"reference of {type(module).__name__} is a {type(named).__name__}, wanted a function or method: the plain forward"
+            )
+        self._reference = (
+            named,
+        )  # in a tuple, or a module would become a part of this one under a second name
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference != (None,)
+
+    def reference(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The plain forward that the module names: whole sequences in (of an encoder-decoder source and target), no state."""
+        [named] = self._reference
+        assert named is not None
+        call = Call("reference", frozenset())
+        with _plain_attention():
+            found = named(*inputs)
+        return _wide(self._tensor(found, call, "the output"))
+
     @property
     def encode_takes(self) -> frozenset[str]:
         return frozenset() if self._encode is None else self._encode.takes

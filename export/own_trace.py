@@ -42,7 +42,7 @@ def _op(name: str, **inputs: str) -> values.Op:
 
 
 _LINEAR = _op("Linear", x="T", weight="T", bias="T?")
-_EMBEDDING = _op("Embedding", token_ids="I", weight="T")
+_EMBEDDING = _op("Embedding", ids="I", weight="T")
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:

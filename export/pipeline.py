@@ -43,7 +43,6 @@ from .exact_twin import exact_twin
 from .layout import BlockLayout, Target
 from .parity import Gate, Parity
 from .progress import Progress, Silent
-from .properties import check_properties
 from .publish import published
 from .quality_windows import read_text
 from .quantiser import Numbers
@@ -104,8 +103,8 @@ def export_model(
     model: Source, out: Path, options: ExportOptions, progress: Progress | None = None
 ) -> Parity | None:
     progress = progress or Silent()
-    if options.verify and model.is_own:
-        check_properties(model.reference(), progress)
+    if options.verify:
+        model.check_module(progress)
     with published(out) as folder:
         wanted = numbers(model, options)
         if options.quant is not None and options.quant.smooths:
@@ -182,8 +181,7 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
             "give the source that it was exported from"
         )
     _check_state(bundle, model, source)
-    if model.is_own:
-        check_properties(model.reference(), progress or Silent())
+    model.check_module(progress or Silent())
     layouts = (
         {name: parse_layout(text) for name, text in manifest.quant.matrices.items()} if manifest.quant else {}
     )

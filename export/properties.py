@@ -12,7 +12,7 @@ float32 whatever they are converted to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from .property_cases import (
     LENGTHS,
     PADDED,
     PADDED_STEPS,
+    PLAIN,
     REPEATED,
     STEPS,
     STEPWISE,
@@ -34,8 +35,9 @@ from .property_cases import (
     Feeding,
     Way,
 )
-from .reference import Array, CaseOutputs, Reference
+from .reference import Array, CaseOutputs
 from .signature import Signature
+from .whole_reference import WholeReference
 
 LONG = len(LENGTHS)  # the index of the long sequence
 # Multiplications that the long sequence may take: 1,024 elements of a small model, 74 of SmolLM2, seconds either way
@@ -61,7 +63,7 @@ class Finding:
         return f"{self.place}: off by {self.error:.2g}, rounding explains {self.allowed:.2g}"
 
 
-def check_properties(reference: Reference, progress: Progress) -> None:
+def check_properties(reference: WholeReference, progress: Progress) -> None:
     """Raise PropertyError with the first property that fails, where, and how to mend the module."""
     found = broken_properties(reference, progress)
     if not found:
@@ -74,30 +76,30 @@ def check_properties(reference: Reference, progress: Progress) -> None:
     )
 
 
-def broken_properties(reference: Reference, progress: Progress) -> list[Finding]:
+def broken_properties(reference: WholeReference, progress: Progress) -> list[Finding]:
+    """What differs most in each way of feeding that is not the sequence alone, in the order of `_ways`."""
     signature = reference.signature
-    long = int(np.clip(_LONG_WORK // max(reference.size, 1), 64, _MOST_LONG))
-    feeder = Feeder(signature, long)
+    feeder = Feeder(signature, int(np.clip(_LONG_WORK // max(reference.size, 1), 64, _MOST_LONG)))
     ways = _ways(signature)
-    lengths = {(index, way.length) for way in ways for index in way.rows}
+    lengths = dict.fromkeys((index, way.length) for way in ways for index in way.rows)
     alone = [
-        Way(name="alone", rows=(index,), length=length, mend="") for index, length in sorted(lengths, key=str)
+        feeder.feed(Way(name="alone", rows=(index,), length=length, mend="")) for index, length in lengths
     ]
-    fed = [feeder.feed(way) for way in (*alone, *ways)]
-    cases = [feeding.case for feeding in fed]
-    exact_cases, rough_cases = cases, cases[: len(alone)]
-    progress.stage(
-        "verifying: the module itself", reference.steps(exact_cases) + reference.steps(rough_cases)
-    )
-    exact = reference.run(exact_cases, None, torch.float64, progress.advance)
-    rough = reference.run(rough_cases, None, torch.float32, progress.advance)
+    other = [feeder.feed(way) for way in ways]
+    cases, alone_cases = [feeding.case for feeding in (*alone, *other)], [feeding.case for feeding in alone]
+    progress.stage("verifying: the module itself", reference.steps(cases) + reference.steps(alone_cases))
+    exact = reference.run(cases, None, torch.float64, progress.advance)
+    rough = reference.run(alone_cases, None, torch.float32, progress.advance)
+    plain = reference.plain(alone_cases, torch.float64) or []
     largest, rounding = _sizes(exact[: len(alone)], rough)
     truth = {
-        (feeding.way.rows[0], feeding.way.length): next(iter(_by_element(signature, feeding, outputs)))[1]
-        for feeding, outputs in zip(fed, exact, strict=False)
-        if feeding.way.name == "alone"
+        lengths_key: next(_by_element(signature, feeding, outputs))[1]
+        for lengths_key, feeding, outputs in zip(lengths, alone, exact, strict=False)
     }
-    pairs = zip(fed[len(alone) :], exact[len(alone) :], strict=True)
+    pairs = [
+        *zip(other, exact[len(alone) :], strict=True),
+        *((_plainly(feeding), CaseOutputs(main=[main])) for feeding, main in zip(alone, plain, strict=False)),
+    ]
     findings = [
         _finding(signature, feeding, outputs, truth, _SAME * largest if feeding.way is REPEATED else rounding)
         for feeding, outputs in pairs
@@ -105,12 +107,17 @@ def broken_properties(reference: Reference, progress: Progress) -> list[Finding]
     return [finding for finding in findings if finding is not None]
 
 
+def _plainly(feeding: Feeding) -> Feeding:
+    """The same sequence, given to the plain forward."""
+    return replace(feeding, way=replace(PLAIN, rows=feeding.way.rows, length=feeding.way.length))
+
+
 def _ways(signature: Signature) -> list[Way]:
     """In the order in which they are told: what fails first explains most of what fails later."""
     if signature.steps.kind == "images":
         return [REPEATED, BESIDE]
     if signature.kind == "encoder":
-        return [REPEATED, BESIDE, *PADDED]
+        return [REPEATED, BESIDE, *(PADDED if signature.has_mask else ())]
     step = STEPWISE[0].mend
     further = (
         Way(name="a long prefill in chunks, then steps", rows=(LONG,), chunks=(33,), steps=STEPS, mend=step),

@@ -63,6 +63,10 @@ PADDED = tuple(
         ("between", "pads in between"),
     )
 )
+PLAIN = Way(
+    name="its plain forward `reference`",
+    mend="the steps and the plain forward are two models; find where their formulas differ",
+)
 CAUSAL = Way(
     name="a changed later element",
     rows=(0,),
@@ -119,6 +123,7 @@ class Feeder:
             run = Run("encode", np.stack(rows), None)
             return Feeding(way, Case(way.name, np.zeros((len(rows), 0), np.int64), (run,)), way.rows)
         kind = self.signature.kind
+        has_mask = kind != "encoder" or self.signature.has_mask
         first = [row[: max(len(row) - way.steps, 0)] for row in rows]
         inputs, mask = laid_out(first, way.padding)
         steps = np.stack([row[len(row) - way.steps :] for row in rows]) if way.steps else inputs[:, :0]
@@ -126,7 +131,7 @@ class Feeder:
         inputs = np.concatenate([inputs, steps], axis=1)
         mask = np.concatenate([mask, np.ones((len(rows), steps.shape[1]), np.int64)], axis=1)
         if kind == "encoder":
-            runs = [Run("encode", inputs, mask)]
+            runs = [Run("encode", inputs, mask if has_mask else None)]
         else:
             widths = [*way.chunks, T - sum(way.chunks)] if sum(way.chunks) < T else [T]
             runs = self._runs([width for width in widths if width], steps.shape[1], inputs, mask, way)
@@ -136,6 +141,8 @@ class Feeder:
 
     def _sequence(self, index: int, way: Way) -> Array:
         sequence = self.sequences[index]
+        if self.is_image:
+            return sequence
         if way.changed is not None:
             sequence = sequence.copy()
             sequence[way.changed :] = self.others[index][way.changed :]

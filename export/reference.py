@@ -42,7 +42,6 @@ class Reference(Protocol):
     spec: StateSpec
     precision: torch.dtype  # the bundle's
     samples: int  # how often PyTorch's own error is looked at
-    size: int  # how many numbers its weights are
 
     def steps(self, cases: Sequence[Case]) -> int:
         """How often `run` will call `progress`."""
@@ -166,9 +165,7 @@ class DecoderReference:
         self.config, self.precision, self._read, self._stored = config, precision, read, stored
         self.signature = model_signature(config)
         with torch.device("meta"):
-            model = Transformer(config)
-        self.spec = model.state_spec()
-        self.size = sum(parameter.numel() for parameter in model.parameters())
+            self.spec = Transformer(config).state_spec()
 
     def steps(self, cases: Sequence[Case]) -> int:  # noqa: ARG002 - all go through a layer together
         return self.config.n_layers

@@ -78,7 +78,6 @@ class Source(Protocol):
     generation: GenerationDefaults
     texts: dict[str, str]  # small files of the bundle: tokenizer.json, chat_template.jinja, config.json
     can_be_smoothed: bool
-    is_own: bool  # a user's module: nobody has tested yet that it keeps the protocol's properties
 
     def digests(self) -> dict[str, FileInfo]: ...
 
@@ -94,6 +93,9 @@ class Source(Protocol):
 
     def weight(self, name: str) -> torch.Tensor | None:
         """A matrix (out, in) as the source has it, in float32; None if it has none of that name."""
+
+    def check_module(self, progress: Progress) -> None:
+        """Refuse a module of a user's that is not consistent with itself in PyTorch."""
 
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         """PyTorch, with the weights of the source but for the matrices that are stored."""
@@ -155,7 +157,6 @@ class CheckpointSource:
     """A decoder that is stamped layer by layer: neither its weights nor its layers are ever in memory together."""
 
     can_be_smoothed = True
-    is_own = False
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: ir.DataType, importance: Mapping[str, torch.Tensor] | None = None
@@ -284,6 +285,9 @@ class CheckpointSource:
     def weight(self, name: str) -> torch.Tensor | None:
         tensor = self._checkpoint.tensors.get(name)
         return None if tensor is None else read_finite(tensor, torch.float32)
+
+    def check_module(self, progress: Progress) -> None:
+        """It is ours: tests/test_family_properties.py asks every setting of it."""
 
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         precision = torch_dtype(self._dtype)

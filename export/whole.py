@@ -29,8 +29,8 @@ from .own_calls import OwnModule
 from .own_module import ModuleError, first_line
 from .own_trace import TRANSLATIONS, with_columns
 from .progress import Progress
+from .properties import check_properties
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
-from .reference import Reference
 from .signature import Signature
 from .source import Graphs
 from .stitch import (
@@ -106,7 +106,13 @@ class WholeSource:
     def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> WholeSource:  # noqa: ARG002
         return self
 
-    def reference(self, stored: StoredMatrices | None = None) -> Reference:
+    def check_module(self, progress: Progress) -> None:
+        if (
+            self.is_own
+        ):  # the built-in family is asked by tests/test_family_properties.py, every setting of it
+            check_properties(self.reference(), progress)
+
+    def reference(self, stored: StoredMatrices | None = None) -> WholeReference:
         names = {} if stored is None else self._names_in_file(stored)
         layouts = {} if stored is None else {name: stored.layouts[own] for name, own in names.items()}
 

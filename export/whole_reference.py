@@ -18,7 +18,7 @@ from .cases import Case
 from .held_module import HeldModule
 from .layout import BlockLayout
 from .own_calls import OwnModule
-from .reference import CaseOutputs, Pasts, by_element, encoded_elements, real, start, written
+from .reference import Array, CaseOutputs, Pasts, by_element, encoded_elements, real, start, written
 from .rounded import RoundedInputs
 from .signature import Signature
 
@@ -62,6 +62,19 @@ class WholeReference:
                 results.append(self._run_case(model, case, pasts, dtype))
                 progress()
         return results
+
+    @torch.no_grad()
+    def plain(self, cases: Sequence[Case], dtype: torch.dtype) -> list[Array] | None:
+        """What the plain forward gives for the same sequences, where the module names one as its `reference`."""
+        with self.model(dtype) as model:
+            if not isinstance(model, OwnModule) or not model.has_reference:
+                return None
+            results = []
+            for case in cases:
+                inputs = [torch.from_numpy(run.inputs) for run in case.runs]
+                wide = [part.to(dtype) if part.is_floating_point() else part for part in inputs]
+                results.append(np.asarray(model.reference(wide).numpy()))
+            return results
 
     def model(self, dtype: torch.dtype, sample: int = 0) -> AbstractContextManager[WholeModel]:
         """The module with its weights as the bundle has them, rounded to its precision, then widened."""
