@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .. import TfmxError
-from .cases import Run
+from .cases import Array, Run
 from .parity import FACTOR
 from .progress import Progress
 from .property_cases import (
@@ -35,7 +35,7 @@ from .property_cases import (
     Feeding,
     Way,
 )
-from .reference import Array, CaseOutputs
+from .reference import CaseOutputs
 from .signature import Signature
 from .whole_reference import WholeReference
 
@@ -140,7 +140,7 @@ def _finding(
     for row, answers in _by_element(signature, feeding, outputs):
         wanted = truth[feeding.sequences[row], way.length]
         for element in sorted(answers.keys() & wanted.keys()):
-            if way.changed is not None and element >= way.changed:
+            if way.changed and element >= (max(wanted) + 1) // 2:
                 continue
             call, values = answers[element]
             error = float(np.abs(values - wanted[element][1]).max(initial=0.0))
@@ -182,7 +182,7 @@ def _real(signature: Signature, run: Run, main: Array, row: int) -> Iterator[tup
 def _sizes(exact: Sequence[CaseOutputs], rough: Sequence[CaseOutputs]) -> tuple[float, float]:
     """The largest number in the outputs of sequences alone, and what rounding to float32 may do to them."""
     pairs = [
-        (a, b)
+        (np.asarray(a, np.float64), np.asarray(b, np.float64))
         for wide, narrow in zip(exact, rough, strict=True)
         for a, b in zip(wide.main, narrow.main, strict=True)
     ]

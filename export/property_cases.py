@@ -33,7 +33,7 @@ class Way:
     chunks: tuple[int, ...] = ()  # columns of the prefills; the last one takes the rest
     padding: Padding = "left"
     length: int | None = None  # sequences are cut to it
-    changed: int | None = None  # this element of each is another one; only what stands before is compared
+    changed: bool = False  # the second half of each is another one; only the first half is compared
     mend: str
 
 
@@ -55,13 +55,10 @@ REPEATED = Way(
     "off, and give what must be kept as state",
 )
 BESIDE = Way(name="a batch without pads", length=min(LENGTHS), mend=_ROWS_MEND)
-PADDED = tuple(
-    Way(name=f"a ragged batch, {where}", padding=padding, mend=_PAD_MEND)
-    for padding, where in (
-        ("left", "padded left"),
-        ("right", "padded right"),
-        ("between", "pads in between"),
-    )
+PADDED = (
+    Way(name="a ragged batch, padded left", padding="left", mend=_PAD_MEND),
+    Way(name="a ragged batch, padded right", padding="right", mend=_PAD_MEND),
+    Way(name="a ragged batch, pads in between", padding="between", mend=_PAD_MEND),
 )
 PLAIN = Way(
     name="its plain forward `reference`",
@@ -70,7 +67,7 @@ PLAIN = Way(
 CAUSAL = Way(
     name="a changed later element",
     rows=(0,),
-    changed=LENGTHS[0] // 2,
+    changed=True,
     mend="an element must not see what comes after it; mask later columns",
 )
 STEPWISE = (
@@ -109,7 +106,7 @@ class Feeder:
         """`long`: the length of one more sequence, for windows and positions further on."""
         self.signature, context = signature, signature.steps.length
         draw = Draw(signature.steps)
-        self.sequences = [draw(1, min(length, context))[0] for length in (*LENGTHS, long)]
+        self.sequences: list[Array] = [draw(1, min(length, context))[0] for length in (*LENGTHS, long)]
         self.others = [draw(1, len(sequence))[0] for sequence in self.sequences]  # to change elements to
         self.sources: list[Array] = []
         if signature.kind == "encoder-decoder":
@@ -143,9 +140,9 @@ class Feeder:
         sequence = self.sequences[index]
         if self.is_image:
             return sequence
-        if way.changed is not None:
-            sequence = sequence.copy()
-            sequence[way.changed :] = self.others[index][way.changed :]
+        if way.changed:
+            half = len(sequence) // 2
+            sequence = np.concatenate([sequence[:half], self.others[index][half:]])
         return sequence[: way.length]
 
     def _runs(self, prefills: Sequence[int], steps: int, inputs: Array, mask: Ids, way: Way) -> list[Run]:
