@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,13 @@ class Call:
 class OwnModule(nn.Module):
     """Gives a module of the protocol the face of a whole model."""
 
-    def __init__(self, module: nn.Module, kind: ModelKind, spec: StateSpec) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        kind: ModelKind,
+        spec: StateSpec,
+        reference: Callable[..., Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.own, self._kind, self._spec = module, kind, spec
         self._encode = (
@@ -72,7 +78,7 @@ class OwnModule(nn.Module):
             else Call.of(module, "forward", _STEP if kind == "encoder-decoder" else _STEP[:3])
         )
 
-        named = getattr(module, "reference", None)
+        named = getattr(module, "reference", None) if reference is None else reference
         if named is not None and not callable(named):
             raise ModuleError(
                 f"reference of {type(module).__name__} is a {type(named).__name__}, wanted a function or method: the plain forward"

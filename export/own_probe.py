@@ -23,7 +23,9 @@ _SEE = "see tfmx.tfm_model.protocol"
 _T = TypeVar("_T")
 
 
-def open_own(module: nn.Module) -> tuple[OwnModule, Signature]:
+def open_own(
+    module: nn.Module, reference: Callable[..., Tensor] | None = None
+) -> tuple[OwnModule, Signature]:
     name = type(module).__name__
     kind = _kind(module, name)
     spec: StateSpec = () if kind == "encoder" else _call(module, "state_spec", name)
@@ -43,7 +45,7 @@ def open_own(module: nn.Module) -> tuple[OwnModule, Signature]:
         raise ModuleError(
             f"{name} has a state_spec, so it is a decoder, which cannot take {inputs.kind} and give {outputs.kind}"
         )
-    own = OwnModule(module.eval(), kind, spec)
+    own = OwnModule(module.eval(), kind, spec, reference)
     _check_takes(own, kind, inputs, name)
     has_mask = inputs.kind != "images" and (kind != "encoder" or "attention_mask" in own.encode_takes)
     return own, _probed(

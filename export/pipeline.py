@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -96,6 +96,25 @@ def export(source: str, out: Path, options: ExportOptions, progress: Progress | 
         out,
         options,
         progress,
+    )
+
+
+def export_module(
+    module: torch.nn.Module,
+    out: Path,
+    options: ExportOptions,
+    progress: Progress | None = None,
+    *,
+    reference: Callable[..., torch.Tensor] | None = None,
+) -> Parity | None:
+    """The same of a module that is in memory (tfm_model/protocol.py says what it has to offer).
+
+    `reference`: its plain forward, of whole sequences and without any state; the steps must give what it gives.
+    """
+    from .python_source import module_source
+
+    return export_model(
+        module_source(module, DTYPES[options.dtype], reference=reference), out, options, progress
     )
 
 

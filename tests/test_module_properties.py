@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from broken_encoders import BROKEN_ENCODERS, ENCODER
 from broken_modules import BROKEN, GPT, RNN
+from torch import nn
 
+import tfmx
 from tfmx import InputError
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.pipeline import ExportOptions, export, export_module
 from tfmx.export.properties import PropertyError
 
 
@@ -77,3 +80,31 @@ def test_a_reference_that_is_no_function_is_refused(tmp_path: Path) -> None:
     text = GPT.replace("    max_context = 128\n", "    max_context = 128\n    reference = 'forward'\n")
     with pytest.raises(InputError, match="reference of Model is a str, wanted a function or method"):
         export(write(tmp_path, text), tmp_path / "bundle", ExportOptions())
+
+
+def test_a_module_in_memory_is_exported_and_held_to_the_reference_that_is_given(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    bigram = nn.Embedding(11, 11)
+
+    class Bigram(nn.Module):
+        vocab_size, max_context = 11, 32
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = bigram
+
+        def state_spec(self) -> tuple[()]:
+            return ()
+
+        def forward(self, input_ids, attention_mask, state):
+            return self.table(input_ids), []
+
+    def export_with(reference):
+        return export_module(Bigram(), tmp_path / "bundle", ExportOptions(), reference=reference)
+
+    parity = export_with(bigram)
+    assert parity is not None
+    assert parity.passed
+    with pytest.raises(PropertyError, match="its plain forward `reference` gives another answer"):
+        export_with(lambda ids: bigram(ids.flip(1)))
+    assert tfmx.load(tmp_path / "bundle").manifest.source.files == {}

@@ -41,5 +41,6 @@ parameters of other names must have defaults, and are left alone:
 Pads must not change what real elements get. A decoder must ask for the mask. An encoder may do without: inputs of different
 lengths are then never run together. `vectors` and `images` come in the module's precision.
 
-Optional attributes: `eos_token_ids`, `tokenizer_json` (a text).
+Optional attributes: `eos_token_ids`, `tokenizer_json` (a text), and `reference`, the plain forward that was meant: it is given whole
+sequences (an encoder-decoder's source and target) and nothing else, and `tfmx export` holds the steps to what it gives.
 """
