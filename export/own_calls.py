@@ -112,24 +112,26 @@ class OwnModule(nn.Module):
         return self._spec
 
     def encode(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Outputs:
+        if attention_mask is None:
+            return self.encode_packed(inputs, None)
+        packing = Packing(attention_mask)
+        main, fixed, _ = self.encode_packed(packing.pack(inputs), packing.mask)
+        known = [state for state in self._spec if state.growth == "fixed"]
+        axes = [state.shape.index("encoder_sequence_length") for state in known]
+        fixed = [packing.unpack(part, axis) for part, axis in zip(fixed, axes, strict=True)]
+        return Outputs(packing.unpack(main, 1) if main.dim() == 3 else main, fixed, {})
+
+    def encode_packed(self, inputs: Tensor, mask: Tensor | None) -> Outputs:
+        """Of rows whose real elements come first."""
         assert self._encode is not None
-        packing = None if attention_mask is None else Packing(attention_mask)
-        by_name: dict[str, Tensor] = {}
-        if packing is not None:
-            inputs, by_name = packing.pack(inputs), {"attention_mask": packing.mask}
+        by_name: dict[str, Tensor | None] = {"attention_mask": mask}
         if inputs.dim() < 4:  # not images
             by_name["position_ids"] = _columns(inputs).expand(inputs.shape[:2])
         found = self._encode(self.own, inputs, by_name)
         fixed: list[Tensor] = []
         if self._kind == "encoder-decoder":
             found, fixed = self._pair(found, self._encode, "the encoder's output")
-        main = self._tensor(found, self._encode, "the output")
-        if packing is not None:
-            main = packing.unpack(main, 1) if main.dim() == 3 else main
-            known = [state for state in self._spec if state.growth == "fixed"]
-            axes = [state.shape.index("encoder_sequence_length") for state in known]
-            fixed = [packing.unpack(part, axis) for part, axis in zip(fixed, axes, strict=False)]
-        return Outputs(_wide(main), fixed, {})
+        return Outputs(_wide(self._tensor(found, self._encode, "the output")), fixed, {})
 
     def step(
         self,
@@ -158,6 +160,8 @@ class OwnModule(nn.Module):
     def _tensor(self, found: object, call: Call, what: str) -> Tensor:
         if not isinstance(found, Tensor):
             raise self._error(call, found, f"a tensor, {what}, and nothing else")
+        if not found.is_floating_point():
+            raise self._error(call, found, "floating-point numbers")
         return found
 
     def _error(self, call: Call, found: object, wanted: str) -> ModuleError:
@@ -216,5 +220,5 @@ def _described(found: object) -> str:
     if isinstance(found, Mapping):
         return f"a {type(found).__name__} with {', '.join(map(str, found))}"
     if isinstance(found, Tensor):
-        return f"a tensor of shape {tuple(found.shape)}"
+        return f"a tensor of shape {tuple(found.shape)} and {str(found.dtype).removeprefix('torch.')}"
     return "None" if found is None else f"a {type(found).__name__}"

@@ -118,7 +118,9 @@ def _check_takes(own: OwnModule, kind: ModelKind, inputs: Elements, name: str) -
         if "attention_mask" not in own.encode_takes:
             raise ModuleError(f"encode of {name} has no parameter 'attention_mask'; it has to leave pads out")
     for missing in sorted(needed - own.step_takes):
-        raise ModuleError(f"forward of {name} has no parameter {missing!r}, which a {kind} needs; {_SEE}")
+        raise ModuleError(
+            f"forward of {name} has no parameter {missing!r}, which a{'n' * kind.startswith('e')} {kind} needs; {_SEE}"
+        )
 
 
 # --- what it does -------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def _probed(own: OwnModule, signature: Signature) -> Signature:
         inputs = _example(elements, sizes["encoder_sequence_length"], dtype)
         mask = torch.ones(inputs.shape[:2], dtype=torch.int64) if signature.has_mask else None
         method = "forward" if signature.kind == "encoder" else "encode"
-        outputs = _run(lambda: own.encode(inputs, mask), f"{method} of {name}", inputs)
+        outputs = _run(lambda: own.encode_packed(inputs, mask), f"{method} of {name}", inputs)
         if signature.kind == "encoder":
             return _encoder_signature(signature, outputs.main, sizes["encoder_sequence_length"], name)
         width = _hidden_width(outputs.main, elements, sizes, name)
