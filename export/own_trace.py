@@ -42,7 +42,7 @@ def _op(name: str, **inputs: str) -> values.Op:
 
 
 _LINEAR = _op("Linear", x="T", weight="T", bias="T?")
-_EMBEDDING = _op("Embedding", token_ids="I", weight="T")
+_EMBEDDING = _op("Embedding", ids="I", weight="T")
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -53,8 +53,8 @@ def _embedding(
     weight: Any,
     token_ids: Any,
     padding_idx: int = -1,  # noqa: ARG001 (what these three change is training)
-    scale_grad_by_freq: bool = False,  # noqa: ARG001, FBT001, FBT002
-    sparse: bool = False,  # noqa: ARG001, FBT001, FBT002
+    scale_grad_by_freq: bool = False,  # noqa: ARG001
+    sparse: bool = False,  # noqa: ARG001
 ) -> Any:
     if len(token_ids.shape) != 2:  # not of tokens (B, T), as the lowerings expect
         return op.Gather(weight, token_ids, axis=0)
@@ -67,17 +67,17 @@ def _attention(
     value: Any,
     attn_mask: Any = None,
     dropout_p: float = 0.0,  # noqa: ARG001 (nothing is dropped in eval mode, see `eval_mode.py`)
-    is_causal: bool = False,  # noqa: FBT001, FBT002
+    is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002
+    enable_gqa: bool = False,
 ) -> Any:
     """F.scaled_dot_product_attention: a row that sees nothing gives zeros, as in PyTorch; softmax is in float32.
 
     torch.onnx's own translation adds the lowest number of float16 to scores, which overflows.
     """
+    rank, D = len(query.shape), query.shape[-1]
     if enable_gqa:
         key, value = (_repeated(part, query.shape[-3] // part.shape[-3]) for part in (key, value))
-    rank, D = len(key.shape), query.shape[-1]
     turned = op.Transpose(key, perm=[*range(rank - 2), rank - 1, rank - 2])
     factor = _constant(D**-0.5 if scale is None else scale, query.dtype)
     scores = op.Cast(op.MatMul(op.Mul(query, factor), turned), to=FLOAT)

@@ -16,6 +16,7 @@ from .own_module import ModuleError, OwnModule, build_module, check_spec
 from .shown_layers import Layers, Maps
 from .signature import token_signature
 from .source import ContextLengthError, Source, check_context, checkpoint_source
+from .user_code import users_code
 from .whole import WholeSource
 
 
@@ -43,7 +44,9 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
             f"--max-context is {max_context}; a module of your own says its max_context itself"
         )
     check_context(own.max_context)
-    check_spec(own.state_spec(), source)
+    with users_code(f"state_spec of {type(module).__name__} failed"):
+        spec = own.state_spec()
+    check_spec(spec, source)
     return WholeSource(
         OwnModule(own),
         token_signature(own.vocab_size, own.max_context),

@@ -59,7 +59,9 @@ class RoundedInputs(TorchFunctionMode):
 
 
 def rounded_blocks(x: Tensor, block: int) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # half precision has no scale for a block of zeros
+    wide = x.to(
+        torch.promote_types(x.dtype, torch.float32)
+    )  # half precision has no scale for a block of zeros
     blocks = wide.reshape(*x.shape[:-1], -1, block)
     scale = (blocks.abs().amax(dim=-1, keepdim=True) / INT8_TOP).clamp_min(1e-30)
     return ((blocks / scale).round() * scale).reshape(x.shape).to(x.dtype)
