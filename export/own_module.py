@@ -21,6 +21,7 @@ from .. import InputError
 from ..tfm_model.config import ModelKind
 from ..tfm_model.state import StateSpec, StateTensor
 from ..tfm_model.transformer import Transformer
+from .user_code import users_code
 
 
 class ModuleError(InputError):
@@ -31,10 +32,8 @@ def build_module(file: Path, factory_name: str) -> nn.Module:
     torch.manual_seed(0)  # a factory that draws its weights gives the same ones each time
     with _import_path(file.resolve().parent):
         factory = _load_factory(file, factory_name)
-        try:
+        with users_code(f"{factory_name} in {file} failed"):
             module: Any = factory()
-        except Exception as error:
-            raise ModuleError(f"{factory_name} in {file} failed: {first_line(error)}") from error
     if isinstance(module, Transformer):
         if type(module) is not Transformer:
             raise ModuleError(
@@ -78,11 +77,6 @@ def check_spec(spec: StateSpec, source: str, kind: ModelKind) -> None:
             )
 
 
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def _load_factory(file: Path, name: str) -> Callable[[], object]:
     if not file.is_file():
         raise ModuleError(f"{file} is not a file; wanted path/to/file.py:factory")
@@ -112,8 +106,6 @@ def _run_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
+    with users_code(f"running {file} failed"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ModuleError(f"running {file} failed: {first_line(error)}") from error
     return module

@@ -15,8 +15,9 @@ from ..tfm_model.declarations import Answer, Elements, token_logits, tokens
 from ..tfm_model.state import StateSpec, StateTensor
 from ..tfm_model.transformer import Outputs
 from .own_calls import OwnModule
-from .own_module import ModuleError, check_spec, first_line
+from .own_module import ModuleError, check_spec
 from .signature import Signature
+from .user_code import users_code
 
 _ROWS, _COLUMNS = 2, 5
 _SEE = "see tfmx.tfm_model.protocol"
@@ -95,10 +96,8 @@ def _declaration(module: nn.Module, what: str, wanted: type[_T], makers: str, na
 
 
 def _call(module: nn.Module, method: str, name: str) -> Any:
-    try:
+    with users_code(f"{method}() of {name} failed"):
         return getattr(module, method)()
-    except Exception as error:
-        raise ModuleError(f"{method}() of {name} failed: {first_line(error)}") from error
 
 
 def _count(module: nn.Module, what: str, name: str) -> int:
@@ -166,14 +165,8 @@ def _probed(own: OwnModule, signature: Signature) -> Signature:
 
 
 def _run(call: Callable[[], Outputs], what: str, inputs: Tensor) -> Outputs:
-    try:
+    with users_code(f"{what} failed on an input of shape {tuple(inputs.shape)}"):
         return call()
-    except ModuleError:
-        raise
-    except Exception as error:
-        raise ModuleError(
-            f"{what} failed on an input of shape {tuple(inputs.shape)}: {first_line(error)}"
-        ) from error
 
 
 def _encoder_signature(signature: Signature, main: Tensor, T: int, name: str) -> Signature:

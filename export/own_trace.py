@@ -75,9 +75,9 @@ def _attention(
 
     torch.onnx's own translation adds the lowest number of float16 to scores, which overflows.
     """
+    rank, D = len(query.shape), query.shape[-1]
     if enable_gqa:
         key, value = (_repeated(part, query.shape[-3] // part.shape[-3]) for part in (key, value))
-    rank, D = len(key.shape), query.shape[-1]
     turned = op.Transpose(key, perm=[*range(rank - 2), rank - 1, rank - 2])
     factor = _constant(D**-0.5 if scale is None else scale, query.dtype)
     scores = op.Cast(op.MatMul(op.Mul(query, factor), turned), to=FLOAT)

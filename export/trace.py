@@ -158,9 +158,6 @@ class _Traced(nn.Module):
         self.run = run
 
     def forward(self, *args: Tensor) -> object:
-        if torch.compiler.is_dynamo_compiling():
-            # torch.onnx's second way, after torch.export failed: it would fail too, later, and print a page
-            raise NotImplementedError
         return self.run(*args)
 
 

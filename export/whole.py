@@ -7,13 +7,11 @@ on the columns that were asked for only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from .. import TfmxError
 from ..runtime.bundle import FileInfo
 from ..tfm_model.blocks import Blocks
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
@@ -22,16 +20,18 @@ from ..tfm_model.transformer import Transformer
 from .arithmetic import Arithmetic
 from .builder import Builder
 from .content_plan import ContentPlan
+from .eval_mode import TrainingOps, check_eval
 from .held_module import HeldModule
 from .layout import Target
 from .lower_basic import FLOAT, INT64
 from .own_calls import OwnModule
-from .own_module import ModuleError, first_line
+from .own_module import ModuleError
 from .own_trace import TRANSLATIONS, with_columns
 from .progress import Progress
 from .properties import check_properties
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .signature import Signature
+from .slots import OTHER_SIZES, SIZES, Slot, check_outputs, sizes_of
 from .source import Graphs
 from .stitch import (
     GRAPHS_OF_KIND,
@@ -43,27 +43,10 @@ from .stitch import (
 )
 from .stored import StoredMatrices
 from .trace import TRACE_OPSET, Fragment, Piece, trace_pieces
+from .trace_failures import check_operators, noted_sizes, trace_failure
+from .user_code import users_code
 from .weights import stored_tensors, torch_dtype
 from .whole_reference import WholeReference
-
-Shape = tuple[int | str, ...]
-
-
-class TraceError(TfmxError):
-    """torch.export or its ONNX translation could not follow the module."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """An input or output of a graph; a text in its shape is a dimension that is bound at run time."""
-
-    name: str
-    dtype: ir.DataType
-    shape: Shape
-
-    @property
-    def free_axes(self) -> list[int]:
-        return [axis for axis, dim in enumerate(self.shape) if isinstance(dim, str)]
 
 
 class WholeSource:
@@ -107,10 +90,12 @@ class WholeSource:
         return self
 
     def check_module(self, progress: Progress) -> None:
-        if (
-            self.is_own
-        ):  # the built-in family is asked by tests/test_family_properties.py, every setting of it
-            check_properties(self.reference(), progress)
+        if not self.is_own:  # tests/test_family_properties.py asks every setting of the built-in family
+            return
+        with self._held.converted(lambda _, tensor: tensor.to(torch_dtype(self._dtype))) as model:
+            check_eval(model)
+            self._probe(model, GRAPHS_OF_KIND[self.signature.kind])
+        check_properties(self.reference(), progress)
 
     def reference(self, stored: StoredMatrices | None = None) -> WholeReference:
         names = {} if stored is None else self._names_in_file(stored)
@@ -162,15 +147,36 @@ class WholeSource:
         self, model: Transformer | OwnModule, kinds: Sequence[GraphKind], opset: int
     ) -> dict[str, Fragment]:
         pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
-        try:
-            if self.is_own:
-                _check_state_count(pieces[0], len(self._outputs(kinds[0])) - 1)
-                return trace_pieces(model, pieces, opset, TRANSLATIONS)
+        if not self.is_own:
             return trace_pieces(model, pieces)
-        except ModuleError:
-            raise
-        except Exception as error:
-            raise TraceError(f"torch could not trace the module: {first_line(error)}") from error
+        check_eval(model)
+        lines = self._probe(model, kinds)
+        shapes = [slot.shape for kind in kinds for slot in self._inputs(kind)]
+        with noted_sizes() as notes:
+            try:
+                traced = trace_pieces(model, pieces, opset, TRANSLATIONS)
+            except Exception as error:
+                raise trace_failure(error, shapes, notes, lines) from error
+        check_operators(traced.values())
+        return traced
+
+    @torch.no_grad()
+    def _probe(self, model: Transformer | OwnModule, kinds: Sequence[GraphKind]) -> Mapping[str, str | None]:
+        """Run an own module before it is traced: what fails here has the user's line, and not a page of torch's.
+
+        At the sizes that it is traced with and at others, so that a size which is built in is noticed.
+        """
+        watch, before, dtype = TrainingOps(), "", torch_dtype(self._dtype)
+        for sizes in (SIZES, OTHER_SIZES):
+            for kind in kinds:
+                slots = self._inputs(kind)
+                [piece, *_] = self._pieces(model, kind, sizes)
+                given = sizes_of(slots, sizes, kind)
+                with users_code(f"the module fails with {given}{before}", model, dtype), watch:
+                    found = piece.run(*piece.inputs)
+                check_outputs(found, self._outputs(kind))  # type: ignore[arg-type]
+                before = f", though not with {given}"
+        return watch.lines
 
     # --- what the graphs take and give --------------------------------------------------------------------
 
@@ -244,7 +250,9 @@ class WholeSource:
 
     # --- tracing ------------------------------------------------------------------------------------------
 
-    def _pieces(self, model: Transformer | OwnModule, kind: GraphKind) -> list[Piece]:
+    def _pieces(
+        self, model: Transformer | OwnModule, kind: GraphKind, sizes: Mapping[str, int] = SIZES
+    ) -> list[Piece]:
         slots = self._inputs(kind)
         names = [slot.name for slot in slots]
         count = len(names) - (0 if kind == "encode" else len(self.spec))  # without the state
@@ -262,14 +270,14 @@ class WholeSource:
             maps = self.signature.encoder_map_names if kind == "encode" else self.signature.map_names
             return outputs.main, *outputs.state, *(outputs.maps[name] for name in maps)
 
-        examples = [_example(slot, kind) for slot in slots]
+        examples = [slot.example(sizes, kind) for slot in slots]
         axes = [slot.free_axes for slot in slots]
         pieces = [Piece(kind, run, examples, axes, len(self._outputs(kind)), self._prefix)]
         if kind != "encode" and isinstance(model, Transformer) and self._splits:
             length: int | str = 1 if kind == "decode" else "sequence_length"
             hidden = Slot("hidden", self._dtype, ("batch_size", length, model.config.width))
             pieces.append(
-                Piece(f"{kind} head", model.logits, [_example(hidden, kind)], [hidden.free_axes], 1)
+                Piece(f"{kind} head", model.logits, [hidden.example(sizes, kind)], [hidden.free_axes], 1)
             )
         return pieces
 
@@ -312,26 +320,3 @@ class WholeSource:
             builder.output(value, slot.name, slot.dtype, slot.shape)
         builder.drop_unused(["position_ids"])
         return builder.model()
-
-
-_SIZES = {
-    "batch_size": 2, "sequence_length": 5, "past_sequence_length": 3, "total_sequence_length": 8,
-    "encoder_sequence_length": 7,
-}  # fmt: skip
-
-
-def _example(slot: Slot, kind: GraphKind) -> Tensor:
-    sizes = _SIZES | ({"total_sequence_length": 4} if kind == "decode" else {})
-    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in slot.shape]
-    return (
-        torch.ones(shape, dtype=torch.int64)
-        if slot.dtype == INT64
-        else torch.zeros(shape, dtype=torch_dtype(slot.dtype))
-    )
-
-
-@torch.no_grad()
-def _check_state_count(piece: Piece, wanted: int) -> None:
-    count = len(piece.run(*piece.inputs)) - 1  # type: ignore[arg-type]
-    if count != wanted:
-        raise ModuleError(f"the module's forward returns {count} state tensors, its state_spec has {wanted}")

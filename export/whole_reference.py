@@ -14,13 +14,14 @@ from torch import Tensor
 from ..tfm_model.state import StateSpec
 from ..tfm_model.transformer import Transformer
 from .arithmetic import EXACT, Arithmetic
-from .cases import Case
+from .cases import Case, Run
 from .held_module import HeldModule
 from .layout import BlockLayout
 from .own_calls import OwnModule
 from .reference import Array, CaseOutputs, Pasts, by_element, encoded_elements, real, start, written
 from .rounded import RoundedInputs
 from .signature import Signature
+from .user_code import users_code
 
 SMALL = 10**7  # numbers: a model of fewer is sampled thrice; larger ones have more outputs, and longer runs
 
@@ -109,7 +110,8 @@ class WholeReference:
             inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
             mask = None if run.attention_mask is None else torch.from_numpy(run.attention_mask)
             if run.graph == "encode":
-                outputs = model.encode(inputs, mask)
+                with self._called(model, case, run, dtype):
+                    outputs = model.encode(inputs, mask)
                 source_mask, fixed = mask, outputs.state
                 known = [state for state in self.spec if state.growth == "fixed"]
                 extra = [
@@ -120,9 +122,9 @@ class WholeReference:
             else:
                 assert mask is not None
                 positions = torch.from_numpy(run.position_ids)
-                outputs = model.step(
-                    inputs, mask, positions, interleaved(self.spec, state, fixed), source_mask
-                )
+                whole = interleaved(self.spec, state, fixed)
+                with self._called(model, case, run, dtype):
+                    outputs = model.step(inputs, mask, positions, whole, source_mask)
                 state = outputs.state
                 extra = [written(part, spec, run) for part, spec in zip(state, moving, strict=True)]
                 names = self.signature.map_names
@@ -135,6 +137,13 @@ class WholeReference:
                 extra + [by_element(np.asarray(outputs.maps[name].numpy()), run) for name in names]
             )
         return result
+
+    @staticmethod
+    def _called(model: WholeModel, case: Case, run: Run, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """What a user's own module raises in the gate."""
+        if isinstance(model, Transformer):
+            return contextlib.nullcontext()
+        return users_code(f"in the gate's case '{case.name}', {run.graph}", model, dtype)
 
 
 def half_nudged(weight: Tensor, random: torch.Generator) -> Tensor:

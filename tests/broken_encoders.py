@@ -40,5 +40,5 @@ BROKEN_ENCODERS = {
         ("x = torch.tanh(", "x = nn.functional.layer_norm(x.transpose(0, 2), x.shape[:1]).transpose(0, 2); x = torch.tanh("),
         "a batch without pads",
     ),
-    "random numbers": (("return self.head(", "x = x + 0.01 * torch.rand(16)\n        return self.head("), "a second run"),
+    "random numbers": (("return self.head(", "x = x + 0.01 * torch.rand(16)\n        return self.head("), "draws random numbers"),
 }  # fmt: skip

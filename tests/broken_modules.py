@@ -95,7 +95,7 @@ def build():
 class Broken:
     base: str
     change: tuple[str, str]
-    way: str  # the way of feeding that must be named first
+    way: str  # the way of feeding that must be named first, or what else gives it away
 
     @property
     def text(self) -> str:
@@ -158,13 +158,21 @@ BROKEN = {
         GPT, (EMBED, f"{EMBED} + self.tokens.weight[3] * 0.01 * (total > 64) * (new == 1)"), "a long prefill in chunks, then steps"
     ),
     "dropout left on": Broken(
-        GPT, ("x = x + self.mlp", "x = F.dropout(x, 0.1, training=True) + self.mlp"), "a second run of the same"
+        GPT, ("x = x + self.mlp", "x = F.dropout(x, 0.1, training=True) + self.mlp"), "draws random numbers, though the module is in eval mode"
     ),
-    "random numbers": Broken(GPT, (EMBED, f"{EMBED} + 0.01 * torch.rand(WIDTH)"), "a second run of the same"),
+    "random numbers": Broken(GPT, (EMBED, f"{EMBED} + 0.01 * self.tokens.weight[__import__('random').randrange(9)]"), "a second run of the same"),
     "something is kept between calls": Broken(
         GPT,
         (LAST, "        self.calls = getattr(self, 'calls', 0) + 1\n        x = x + 0.01 * self.calls * self.tokens.weight[3]\n" + LAST),
         "a second run of the same",
+    ),
+    "batch norm in training mode": Broken(
+        GPT,
+        (
+            EMBED,
+            f"F.batch_norm(({EMBED}).mT, *self.head.weight.new_ones(2, WIDTH), training=True).mT",
+        ),
+        "normalises by the batch's own mean and variance",
     ),
     "the batch's mean is taken off": Broken(
         GPT, (EMBED, f"{EMBED}; x = x - 0.1 * x.mean(0, keepdim=True)"), "a batch without pads"
