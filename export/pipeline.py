@@ -103,6 +103,8 @@ def export_model(
     model: Source, out: Path, options: ExportOptions, progress: Progress | None = None
 ) -> Parity | None:
     progress = progress or Silent()
+    if options.verify:
+        model.check_module(progress)
     with published(out) as folder:
         wanted = numbers(model, options)
         if options.quant is not None and options.quant.smooths:
@@ -179,6 +181,7 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
             "give the source that it was exported from"
         )
     _check_state(bundle, model, source)
+    model.check_module(progress or Silent())
     layouts = (
         {name: parse_layout(text) for name, text in manifest.quant.matrices.items()} if manifest.quant else {}
     )

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import onnx_ir as ir
 
 from ..runtime.bundle import file_info
 from ..tfm_model.checkpoint import GenerationDefaults
-from ..tfm_model.protocol import ExportableModule
 from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
-from .own_module import ModuleError, OwnModule, build_module, check_spec
+from .own_module import ModuleError, build_module
+from .own_probe import open_own
 from .shown_layers import Layers, Maps
-from .signature import token_signature
 from .source import ContextLengthError, Source, check_context, checkpoint_source
-from .user_code import users_code
 from .whole import WholeSource
 
 
@@ -38,18 +35,23 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
         raise ModuleError(
             "--attentions is for models of the built-in family; a module of your own gives its outputs"
         )
-    own = cast("ExportableModule", module)
-    if max_context is not None and max_context != own.max_context:
+    own, signature = open_own(module)
+    context = signature.steps.length
+    if max_context is not None and max_context != context:
         raise ContextLengthError(
-            f"--max-context is {max_context}; a module of your own says its max_context itself"
+            f"--max-context is {max_context}; a module of your own says its max_context itself ({context})"
         )
-    check_context(own.max_context)
-    with users_code(f"state_spec of {type(module).__name__} failed"):
-        spec = own.state_spec()
-    check_spec(spec, source)
+    if signature.kind != "encoder":
+        check_context(context)
+    start = generation.decoder_start_token_id
+    if (signature.kind == "encoder-decoder") != (start is not None):
+        raise ModuleError(
+            f"{type(module).__name__} ({signature.kind}) has the decoder_start_token_id {start}; it is the token that "
+            "an encoder-decoder's answers begin with, and nothing else has one"
+        )
     return WholeSource(
-        OwnModule(own),
-        token_signature(own.vocab_size, own.max_context),
+        own,
+        signature,
         dtype,
         kind="python",
         files={file.name: file_info(file)},

@@ -24,11 +24,12 @@ from .eval_mode import TrainingOps, check_eval
 from .held_module import HeldModule
 from .layout import Target
 from .lower_basic import FLOAT, INT64
-from .own_module import ModuleError, OwnModule
+from .own_calls import OwnModule
+from .own_module import ModuleError
 from .own_trace import TRANSLATIONS, with_columns
 from .progress import Progress
+from .properties import check_properties
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
-from .reference import Reference
 from .signature import Signature
 from .slots import OTHER_SIZES, SIZES, Slot, check_outputs, sizes_of
 from .source import Graphs
@@ -63,8 +64,8 @@ class WholeSource:
         generation: GenerationDefaults,
         texts: dict[str, str],
     ) -> None:
-        self._is_own = isinstance(model, OwnModule)
-        self._prefix = "own." if self._is_own else ""  # `OwnModule` holds the user's module under this name
+        self.is_own = isinstance(model, OwnModule)
+        self._prefix = "own." if self.is_own else ""  # `OwnModule` holds the user's module under this name
         self._held = HeldModule(model, self._prefix)
         self.signature, self._dtype = signature, dtype
         self.kind, self._files, self.model_info = kind, files, model_info
@@ -88,7 +89,13 @@ class WholeSource:
     def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> WholeSource:  # noqa: ARG002
         return self
 
-    def reference(self, stored: StoredMatrices | None = None) -> Reference:
+    def check_module(self, progress: Progress) -> None:
+        if (
+            self.is_own
+        ):  # the built-in family is asked by tests/test_family_properties.py, every setting of it
+            check_properties(self.reference(), progress)
+
+    def reference(self, stored: StoredMatrices | None = None) -> WholeReference:
         names = {} if stored is None else self._names_in_file(stored)
         layouts = {} if stored is None else {name: stored.layouts[own] for name, own in names.items()}
 
@@ -110,7 +117,7 @@ class WholeSource:
         }
 
     def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs:
-        if self._is_own and opset < TRACE_OPSET:
+        if self.is_own and opset < TRACE_OPSET:
             raise ModuleError(f"--opset is {opset}; a module of your own is traced at {TRACE_OPSET} or above")
         progress.stage("tracing", 1)
         kinds, dtype = GRAPHS_OF_KIND[self.signature.kind], torch_dtype(self._dtype)
@@ -138,7 +145,7 @@ class WholeSource:
         self, model: Transformer | OwnModule, kinds: Sequence[GraphKind], opset: int
     ) -> dict[str, Fragment]:
         pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
-        if not self._is_own:
+        if not self.is_own:
             return trace_pieces(model, pieces)
         check_eval(model)
         lines = self._probe(model, kinds)
@@ -178,13 +185,13 @@ class WholeSource:
         slots = [
             Slot(elements.name, INT64 if elements.kind == "tokens" else self._dtype, elements.shape(length))
         ]
-        if elements.kind != "images":
+        if kind != "encode" or self.signature.has_mask:
             columns = length if kind == "encode" or self._forgets else "total_sequence_length"
             slots.append(Slot("attention_mask", INT64, ("batch_size", columns)))
         if kind == "encode":
             return slots
         slots.append(Slot("position_ids", INT64, ("batch_size", length)))
-        if self.signature.kind == "encoder-decoder" and self.signature.inputs.kind != "images":
+        if self.signature.kind == "encoder-decoder" and self.signature.has_mask:
             slots.append(Slot("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length")))
         return slots + [Slot(state.past, self._state_dtype(state), state.shape) for state in self.spec]
 
@@ -195,7 +202,7 @@ class WholeSource:
     def _forgets(self) -> bool:
         """Whether nothing of ours looks back at columns of the past, so that the mask does without them."""
         recurrent = all(state.growth in {"constant", "fixed"} for state in self.spec)
-        return recurrent and not self._is_own
+        return recurrent and not self.is_own
 
     def _outputs(self, kind: GraphKind) -> list[Slot]:
         """The main one first, then state, then maps."""
@@ -274,7 +281,7 @@ class WholeSource:
 
     def _mask(self, inputs: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         mask, growing = given["attention_mask"], [state for state in self.spec if state.growth == "append"]
-        if not self._is_own or not growing:
+        if not self.is_own or not growing:
             return mask
         axis = growing[0].shape.index("past_sequence_length")
         return with_columns(mask, inputs, given[growing[0].past].shape[axis])

@@ -17,8 +17,8 @@ from .arithmetic import EXACT, Arithmetic
 from .cases import Case, Run
 from .held_module import HeldModule
 from .layout import BlockLayout
-from .own_module import OwnModule
-from .reference import CaseOutputs, Pasts, by_element, real, start, written
+from .own_calls import OwnModule
+from .reference import Array, CaseOutputs, Pasts, by_element, encoded_elements, real, start, written
 from .rounded import RoundedInputs
 from .signature import Signature
 from .user_code import users_code
@@ -41,7 +41,7 @@ class WholeReference:
     ) -> None:
         self._held, self._read, self._layouts = held, read, layouts
         self.signature, self.spec, self.precision = signature, spec, precision
-        self.samples = 3 if held.size < SMALL else 1
+        self.size, self.samples = held.size, 3 if held.size < SMALL else 1
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)
@@ -63,6 +63,20 @@ class WholeReference:
                 results.append(self._run_case(model, case, pasts, dtype))
                 progress()
         return results
+
+    @torch.no_grad()
+    def plain(self, cases: Sequence[Case], dtype: torch.dtype) -> list[Array] | None:
+        """What the plain forward gives for the same sequences, where the module names one as its `reference`."""
+        with self.model(dtype) as model:
+            if not isinstance(model, OwnModule) or not model.has_reference:
+                return None
+            results = []
+            for case in cases:
+                inputs = [torch.from_numpy(run.inputs) for run in case.runs]
+                wide = [part.to(dtype) if part.is_floating_point() else part for part in inputs]
+                with users_code(f"reference of {type(model.own).__name__} failed", model, dtype):
+                    results.append(np.asarray(model.reference(wide).numpy()))
+            return results
 
     def model(self, dtype: torch.dtype, sample: int = 0) -> AbstractContextManager[WholeModel]:
         """The module with its weights as the bundle has them, rounded to its precision, then widened."""
@@ -100,7 +114,11 @@ class WholeReference:
                 with self._called(model, case, run, dtype):
                     outputs = model.encode(inputs, mask)
                 source_mask, fixed = mask, outputs.state
-                extra = [by_element(np.asarray(part.numpy()), run) for part in fixed]
+                known = [state for state in self.spec if state.growth == "fixed"]
+                extra = [
+                    encoded_elements(np.asarray(part.numpy()), spec, run)
+                    for part, spec in zip(fixed, known, strict=True)
+                ]
                 names = self.signature.encoder_map_names
             else:
                 assert mask is not None
