@@ -182,10 +182,10 @@ def trace(
             dynamic_shapes=(dynamic,),
             custom_translation_table=dict(translations),
         )
-    assert program is not None
-    fold_constants_ir(program.model)
-    ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
-    ir_passes.RemoveUnusedNodesPass()(program.model)
+        assert program is not None
+        fold_constants_ir(program.model)
+        ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
+        ir_passes.RemoveUnusedNodesPass()(program.model)
     return program.model.graph
 
 
@@ -232,12 +232,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch.onnx warns about torchvision, axis names and its own deprecated calls; none of it is the user's."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
