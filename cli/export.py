@@ -129,6 +129,8 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
     write_table(rows, align="<>>")
     if manifest.quant is not None:
         write_line(f"matrices: {describe_matrices(manifest.quant)}")
+        if plain := manifest.model.get("plain_matrices"):
+            write_line(f"  as they are: {', '.join(map(str, plain))}")
     if parity is None:
         write_line("not verified (--no-verify); this compares it with PyTorch:")
         write_line(f"  tfmx verify {shlex.quote(str(bundle.path))} --against {shlex.quote(source)}")

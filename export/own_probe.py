@@ -46,7 +46,9 @@ def open_own(
         raise ModuleError(
             f"{name} has a state_spec, so it is a decoder, which cannot take {inputs.kind} and give {outputs.kind}"
         )
-    own = OwnModule(module.eval(), kind, spec, reference)
+    with users_code(f"eval() of {name} failed"):
+        module.eval()
+    own = OwnModule(module, kind, spec, reference)
     _check_takes(own, kind, inputs, name)
     has_mask = inputs.kind != "images" and (kind != "encoder" or "attention_mask" in own.encode_takes)
     return own, _probed(
@@ -101,9 +103,10 @@ def _call(module: nn.Module, method: str, name: str) -> Any:
 
 
 def _count(module: nn.Module, what: str, name: str) -> int:
-    if not hasattr(module, what):
+    with users_code(f"{what} of {name} failed"):
+        found = getattr(module, what, None)
+    if found is None:
         raise ModuleError(f"{name} has no {what}; {_SEE}")
-    found = getattr(module, what)
     if type(found) is not int or found < 1:
         raise ModuleError(f"{what} is {found!r}, wanted a whole number above 0")
     return found

@@ -46,6 +46,9 @@ _EMBEDDING = _op("Embedding", ids="I", weight="T")
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if len(x.shape) < 2 or len(weight.shape) != 2:  # what MatMulNBits does not take
+        y = op.MatMul(x, op.Transpose(weight))
+        return y if bias is None else op.Add(y, bias)
     return _LINEAR(x, weight, bias)
 
 

@@ -293,7 +293,7 @@ def make_manifest(
         ),
         vocab_size=model.signature.vocab_size,
         max_context=model.max_context,
-        model=model.model_info,
+        model=model.model_info | ({"plain_matrices": list(graphs.plain)} if graphs.plain else {}),
         graphs={kind: graph_info(kind, graph) for kind, graph in graphs.models.items()},
         state=tuple(
             StateInfo(

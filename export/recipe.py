@@ -39,6 +39,15 @@ class Quant:
         self._check_patterns(matrices)
         self._check_blocks(matrices)
         wide = self._wide(matrices) if self.mixed else frozenset()
+        if not matrices:
+            raise InputError(
+                "--quant finds nothing to quantise: no nn.Linear or F.linear with a parameter of the module; leave it out"
+            )
+        if self.mixed and not wide:
+            raise InputError(
+                "--quant-mixed goes by the names of built-in models (blocks.0..., head.weight), and this module has none "
+                "of them; leave it out, or name what to leave as it is with --quant-skip"
+            )
         found = {}
         for name, matrix in matrices.items():
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.skip):

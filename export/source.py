@@ -65,6 +65,7 @@ class Graphs:
     tensors: list[StoredTensor]  # of the weights file, in order
     layouts: Mapping[str, BlockLayout] = field(default_factory=dict)  # of the quantised matrices
     all_kept: bool = False  # those are the checkpoint's own blocks
+    plain: tuple[str, ...] = ()  # matrices of an own module that --quant leaves as they are
 
 
 class Source(Protocol):

@@ -184,8 +184,8 @@ def trace(
         )
         assert program is not None
         fold_constants_ir(program.model)
-    ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
-    ir_passes.RemoveUnusedNodesPass()(program.model)
+        ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
+        ir_passes.RemoveUnusedNodesPass()(program.model)
     return program.model.graph
 
 
@@ -233,7 +233,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """torch.onnx warns about torchvision, axis names and its own deprecated calls, onnxscript about what it does not fold; none
     of it is the user's."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -6,7 +6,7 @@ on the columns that were asked for only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
@@ -22,7 +22,7 @@ from .builder import Builder
 from .content_plan import ContentPlan
 from .eval_mode import TrainingOps, check_eval
 from .held_module import HeldModule
-from .layout import Target
+from .layout import BlockLayout, Target
 from .lower_basic import FLOAT, INT64
 from .own_calls import OwnModule
 from .own_module import ModuleError
@@ -30,6 +30,8 @@ from .own_trace import TRANSLATIONS, with_columns
 from .progress import Progress
 from .properties import check_properties
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
+from .recipe import Matrix
+from .rounded import RoundedInputs
 from .signature import Signature
 from .slots import OTHER_SIZES, SIZES, Slot, check_outputs, sizes_of
 from .source import Graphs
@@ -125,10 +127,10 @@ class WholeSource:
         kinds, dtype = GRAPHS_OF_KIND[self.signature.kind], torch_dtype(self._dtype)
         plan = ContentPlan(self._dtype)
         with self._held.converted(lambda _, tensor: tensor.to(dtype)) as model:
-            traced = self._traced(model, kinds, opset)
+            traced, linear = self._traced(model, kinds, opset)
             fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
         progress.advance()
-        matrices = plan.matrices()
+        matrices = self._matrices(plan, linear)
         plan.blocks = layouts = numbers.layouts(matrices)
         arithmetic = numbers.arithmetic
         models = {kind: self._stitch(kind, fragments, target, opset, plan, arithmetic) for kind in kinds}
@@ -141,16 +143,35 @@ class WholeSource:
         tensors = stored_tensors(
             models.values(), lambda value: quantiser.reader(str(value.name)) or plan.reader(value), layouts
         )
-        return Graphs(models, tensors, layouts)
+        plain = () if numbers.quant is None else tuple(self._plain_matrices(plan, layouts))
+        return Graphs(models, tensors, layouts, plain=plain)
+
+    def _matrices(self, plan: ContentPlan, linear: set[str]) -> dict[str, Matrix]:
+        """What can be quantised."""
+        if not self.is_own:
+            return plan.matrices()
+        weights = self._held.tensors
+        places = {weights[name].data_ptr() for name in linear}  # a tied weight has several names
+        return plan.own_matrices(
+            lambda name: name in weights and weights[name].data_ptr() in places, self.signature.vocab_size
+        )
+
+    def _plain_matrices(self, plan: ContentPlan, layouts: Mapping[str, BlockLayout]) -> Iterator[str]:
+        """What is left as it is."""
+        for name, tensor in plan.tensors.items():
+            is_matrix = name in self._held.tensors and tensor.dim() == 2 and tensor.is_floating_point()
+            if is_matrix and name not in layouts:
+                yield name
 
     def _traced(
         self, model: Transformer | OwnModule, kinds: Sequence[GraphKind], opset: int
-    ) -> dict[str, Fragment]:
+    ) -> tuple[dict[str, Fragment], set[str]]:
+        """And of an own module the weights that F.linear multiplies by."""
         pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
         if not self.is_own:
-            return trace_pieces(model, pieces)
+            return trace_pieces(model, pieces), set()
         check_eval(model)
-        lines = self._probe(model, kinds)
+        lines, linear = self._probe(model, kinds)
         shapes = [slot.shape for kind in kinds for slot in self._inputs(kind)]
         with noted_sizes() as notes:
             try:
@@ -158,25 +179,29 @@ class WholeSource:
             except Exception as error:
                 raise trace_failure(error, shapes, notes, lines) from error
         check_operators(traced.values())
-        return traced
+        return traced, linear
 
     @torch.no_grad()
-    def _probe(self, model: Transformer | OwnModule, kinds: Sequence[GraphKind]) -> Mapping[str, str | None]:
+    def _probe(
+        self, model: Transformer | OwnModule, kinds: Sequence[GraphKind]
+    ) -> tuple[Mapping[str, str | None], set[str]]:
         """Run an own module before it is traced: what fails here has the user's line, and not a page of torch's.
 
         At the sizes that it is traced with and at others, so that a size which is built in is noticed.
         """
+        linear: set[str] = set()
+        note = RoundedInputs(lambda weight: linear.add(self._held.name_of(weight) or ""))  # rounds nothing
         watch, before, dtype = TrainingOps(), "", torch_dtype(self._dtype)
         for sizes in (SIZES, OTHER_SIZES):
             for kind in kinds:
                 slots = self._inputs(kind)
                 [piece, *_] = self._pieces(model, kind, sizes)
                 given = sizes_of(slots, sizes, kind)
-                with users_code(f"the module fails with {given}{before}", model, dtype), watch:
+                with users_code(f"the module fails with {given}{before}", model, dtype), watch, note:
                     found = piece.run(*piece.inputs)
                 check_outputs(found, self._outputs(kind))  # type: ignore[arg-type]
                 before = f", though not with {given}"
-        return watch.lines
+        return watch.lines, linear - {""}
 
     # --- what the graphs take and give --------------------------------------------------------------------
 

@@ -74,7 +74,8 @@ class WholeReference:
             for case in cases:
                 inputs = [torch.from_numpy(run.inputs) for run in case.runs]
                 wide = [part.to(dtype) if part.is_floating_point() else part for part in inputs]
-                results.append(np.asarray(model.reference(wide).numpy()))
+                with users_code(f"reference of {type(model.own).__name__} failed", model, dtype):
+                    results.append(np.asarray(model.reference(wide).numpy()))
             return results
 
     def model(self, dtype: torch.dtype, sample: int = 0) -> AbstractContextManager[WholeModel]:
