@@ -18,7 +18,7 @@ MYPY = ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.m
 
 section = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help demo test lint types bench peers clean
+.PHONY: help demo test lint types bench peers wheel clean
 
 help:
 	@echo 'make demo    export SmolLM2, verify it against PyTorch, and ask it: $(QUESTION)'
@@ -27,6 +27,7 @@ help:
 	@echo 'make types   mypy'
 	@echo 'make bench   every benchmarks/bench_*.py'
 	@echo 'make peers   benchmarks/peers: beside llama.cpp, onnxruntime-genai, OpenVINO, CTranslate2, ... (hours, 40 GB)'
+	@echo 'make wheel   dist/tfmx_onnx-VERSION-py3-none-any.whl, to install elsewhere'
 	@echo 'make clean   remove what these made, except .venv'
 
 demo: $(INSTALLED)
@@ -64,6 +65,13 @@ bench: $(INSTALLED)
 
 peers: $(INSTALLED)
 	@$(BIN)/python benchmarks/peers/run.py
+
+# build/ keeps what earlier builds left in it, which would go into the wheel.
+wheel: $(INSTALLED)
+	@rm -rf build
+	@said=$$($(BIN)/python -m build --wheel --no-isolation -o dist . 2>&1) || { echo "$$said"; exit 1; }
+	@rm -rf build
+	@ls dist/tfmx_onnx-*.whl
 
 clean:
 	rm -rf .demo .cache .mypy_cache .pytest_cache .ruff_cache build dist

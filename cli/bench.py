@@ -34,7 +34,7 @@ _MOVED = 0.2  # of the bandwidth, between before and after: then something else 
     "--repeats", type=int, default=5, show_default=True, metavar="N", help="How often; medians are shown."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything.")
-@click.option("--plot", metavar="FILE", help="Draw it as well, to a .png file (needs tfmx[images]).")
+@click.option("--plot", metavar="FILE", help="Draw it as well, to a .png file (needs the extra `images`).")
 @debug_option
 def command(
     bundle: str,

@@ -18,19 +18,22 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from .. import InputError, TfmxError
 from .console import say
 
+if TYPE_CHECKING:
+    from ..runtime.extras import Extra
+
 INTERRUPTED = 130  # 128 + SIGINT, what shells give
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 TERMINATED = 143  # 128 + SIGTERM
 
 # package: the extra that brings it
-_EXTRAS = {
+_EXTRAS: dict[str, Extra] = {
     **dict.fromkeys(("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"), "export"),
     "onnxruntime": "cpu",
     "PIL": "images",
@@ -137,7 +140,10 @@ def explain(error: BaseException) -> tuple[str, int]:
 def _explain_foreign(error: BaseException) -> str:
     text = _one_line(str(error))
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return f"{error.name} is not installed, and this command needs it; `pip install 'tfmx[{_EXTRAS[error.name]}]'`"
+        from ..runtime.extras import install_advice
+
+        advice = install_advice(_EXTRAS[error.name])
+        return f"{error.name} is not installed, and this command needs it; {advice}"
     if isinstance(error, MemoryError) or "allocate memory" in text:  # torch raises a RuntimeError
         return _NO_MEMORY
     if isinstance(error, OSError):

@@ -59,7 +59,9 @@ def _version(name: str) -> str | None:
 def _export_rows() -> list[tuple[str, str]]:
     rows = _versions(_EXPORT)
     if any(_version(name) is None for name in _EXPORT):
-        rows.append(("missing", "`pip install 'tfmx[export]'` brings what `tfmx export` needs"))
+        from ..runtime.extras import install_advice
+
+        rows.append(("missing", f"what `tfmx export` needs; it comes with {install_advice('export')}"))
     return rows
 
 

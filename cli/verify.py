@@ -31,7 +31,7 @@ class VerifyError(TfmxError):
 @click.option(
     "--against",
     metavar="SOURCE",
-    help="What the bundle was exported from: repeat the whole comparison with PyTorch (needs tfmx[export]).",
+    help="What the bundle was exported from: repeat the whole comparison with PyTorch (needs the extra `export`).",
 )
 @click.option(
     "--quality",

@@ -255,7 +255,7 @@ def test_a_model_that_gives_no_numbers_is_one_line(tmp_path):
 
 def test_images_without_pillow_are_one_line(tmp_path):
     Image.new("RGB", (12, 8)).save(tmp_path / "x.png")
-    program_without("PIL", "run", kind("images"), tmp_path / "x.png").fails(2, "pip install 'tfmx[images]'")
+    program_without("PIL", "run", kind("images"), tmp_path / "x.png").fails(2, "pip install '.[images]'")
     assert program_without("PIL", "run", kind("tokens"), "Hi").code == 0
 
 

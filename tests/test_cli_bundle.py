@@ -163,4 +163,4 @@ def test_doctor_finds_a_missing_onnxruntime_without_failing():
     done = program_without("onnxruntime", "doctor")
     assert (done.code, done.err) == (0, "")
     assert "cannot be used: onnxruntime cannot be imported" in done.out
-    assert "pip install 'tfmx[cpu]'" in done.out
+    assert "pip install '.[cpu]'" in done.out
