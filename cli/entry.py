@@ -34,6 +34,17 @@ class LazyGroup(click.Group):
         command: click.Command = importlib.import_module(f".{cmd_name}", __package__).command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            from ..tfm_model.checks import did_you_mean
+
+            near = did_you_mean(name, COMMANDS)
+            raise click.UsageError(f"No such command {name!r}{near}; there are {', '.join(COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
 
 @click.group(
     cls=LazyGroup,

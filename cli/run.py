@@ -9,6 +9,7 @@ import click
 
 from .answer import Answer, make_printer
 from .boundary import debug_option
+from .choice import Choice
 from .given import refuse_options
 from .model import DeviceName, open_model
 from .model_input import read_input
@@ -62,7 +63,7 @@ _GIVES = {
 )
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda", "auto"]),
+    type=Choice(["cpu", "cuda", "auto"]),
     default="cpu",
     show_default=True,
     help="Where to run; auto takes CUDA where it works and says on stderr what it took.",

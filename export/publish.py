@@ -71,6 +71,17 @@ def check_target(out: Path) -> None:
     if out.is_dir() and not _holds_only_a_bundle(out):
         raise TargetError(f"{out} holds files that are not a tfmx bundle; choose another -o or empty it")
 
+    _check_parent(out.absolute())
+
+
+def _check_parent(out: Path) -> None:
+    """The folder that it is made in, or the first above it that is there."""
+    parent = next(folder for folder in out.parents if os.path.lexists(folder))
+    if not parent.is_dir():
+        raise PublishError(f"cannot write to {out.parent}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PublishError(f"cannot write to {out.parent}: {parent} may not be written to")
+
 
 def _holds_only_a_bundle(out: Path) -> bool:
     """Nothing but what an export of ours has listed (whole or damaged), or nothing at all."""

@@ -12,10 +12,11 @@ from ..tfm_model.checkpoint import GenerationDefaults
 from ..tfm_model.protocol import ExportableModule
 from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
+from .fitting import check_context
 from .own_module import ModuleError, OwnModule, build_module, check_spec
 from .shown_layers import Layers
 from .signature import token_signature
-from .source import Source, check_context, checkpoint_source
+from .source import Source, checkpoint_source
 from .whole import WholeSource
 
 

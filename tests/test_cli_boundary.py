@@ -111,7 +111,9 @@ def test_export_without_its_packages_says_what_to_install(package, tmp_path):
 
 
 def test_verify_against_without_torch_says_what_to_install():
-    program_without("torch", "verify", bundle(), "--against", "x").fails(1, "pip install '.[export]'")
+    program_without("torch", "verify", bundle(), "--against", checkpoint()).fails(
+        1, "pip install '.[export]'"
+    )
 
 
 def test_run_without_onnxruntime_says_what_to_install():
