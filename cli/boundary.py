@@ -38,6 +38,11 @@ _EXTRAS: dict[str, Extra] = {
     "onnxruntime": "cpu",
     "PIL": "images",
 }
+# In the help of every command, and in README.
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage or unusable input, 130 interrupted, 141 nobody reads the output any "
+    "more, 143 terminated (SIGTERM)."
+)
 _NO_MEMORY = "there is not enough memory for this; see what `tfmx inspect` says that a run needs"
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
-from .boundary import INTERRUPTED, debug_option, run_guarded, terminate
+from .boundary import EXIT_CODES, INTERRUPTED, debug_option, run_guarded, terminate
 
 COMMANDS = (
     "export",
@@ -50,7 +50,7 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage or unusable input, 130 interrupted by Ctrl-C.",
+    epilog=EXIT_CODES,
 )
 @click.version_option(__version__, message="tfmx %(version)s", help="Show the version and exit.")
 @debug_option

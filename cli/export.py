@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
 from .choice import Choice
 from .console import plural, size, write_line, write_table
 from .kind_words import describe_length, describe_matrices, describe_numbers
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime.bundle import Bundle
 
 
-@click.command(short_help="Turn a checkpoint into a verified bundle.")
+@click.command(short_help="Turn a checkpoint into a verified bundle.", epilog=EXIT_CODES)
 @click.argument("source")
 @click.option(
     "-o", "--out", metavar="OUT", required=True, help="The folder to write; a bundle there is replaced."

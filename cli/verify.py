@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from .. import InputError, TfmxError
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
 from .choice import Choice
 from .console import plural, say, size, write_line, write_table
 from .progress import Bars
@@ -27,7 +27,7 @@ class VerifyError(TfmxError):
     """The bundle does not compute what it should."""
 
 
-@click.command(short_help="Check a bundle's files and what it computes.")
+@click.command(short_help="Check a bundle's files and what it computes.", epilog=EXIT_CODES)
 @click.argument("bundle", required=False, metavar="BUNDLE")
 @click.option(
     "--against",
