@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_bundle
 from command_line import ENDLESS, U, bundle, copied, exported, flip, program, tfmx, without
+from PIL import Image
 
 import tfmx as package
 
@@ -134,6 +135,27 @@ def test_a_file_that_is_no_text_is_one_line(tmp_path):
     run("--file", tmp_path / "x").fails(2, "is not UTF-8 text (byte 3)")
     (tmp_path / "x").write_bytes(b"")
     run("--file", tmp_path / "x").fails(2, "the prompt is empty")
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
+def test_an_image_given_to_a_model_of_text_is_asked_about(form, tmp_path):
+    path = tmp_path / "cat"  # known by its content
+    Image.new("RGB", (4, 3)).save(path, format=form)
+    for how in ([path], ["--chat", path], [path, "--json"]):
+        run(*how).fails(2, f"{path} is an image file, and this bundle takes text", "standard input", "--file")
+    assert run("--max-tokens", "1", stdin=str(path).encode()).code == 0
+    run("--file", path).fails(2, "not UTF-8 text")
+
+
+def test_words_that_are_no_image_file_are_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.png").write_text("a text with a strange name")
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for words in ("notes.png", "empty", "folder", "pipe", "none.png", "x" * 5000, "a\0b"):
+        done = tfmx("run", bundle(), words, "--max-tokens", "1", "-q")
+        assert done.code == 0 or "the context holds" in done.err, done
 
 
 # --- sampling --------------------------------------------------------------------------------------------
