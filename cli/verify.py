@@ -82,6 +82,8 @@ def command(
 
         found = Bundle.open(bundle)
         files = found.manifest.files.values()
+        if found.unlisted and not quiet:
+            say(f"note: beside the bundle's files, and read by nothing: {', '.join(found.unlisted)}")
         windows = None
         if quality is not None:
             _check_recordable(found)  # before minutes go into what could not be kept

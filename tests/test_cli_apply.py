@@ -198,7 +198,7 @@ def test_outputs_are_saved_as_arrays(tmp_path):
         ("images", ["none.png"], ["none.png", "No such file"]),
         ("images", ["--ids", "1"], ["--ids is for bundles that take tokens", "images"]),
         ("images", ["x.png", "--top-k", "3", "--temperature", "1"], ["is for bundles that generate"]),
-        ("recurrent", ["x.npy", "--seed", "3"], ["--seed is for bundles that generate", "gives values"]),
+        ("recurrent", ["x.npy", "--max-tokens", "3"], ["--max-tokens is for bundles that generate", "gives values"]),
         ("decoder", ["--ids", "3", "-o", "x.npy"], ["--out is for bundles that do not generate"]),
         ("pair", ["Hi", "-o", "x.npz"], ["--out is for bundles that do not generate"]),
         ("pair", ["Hi", "--chat"], ["no chat template"]),

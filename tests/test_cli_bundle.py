@@ -80,6 +80,20 @@ def test_a_bundle_without_stored_cases_says_what_to_do():
     tfmx("verify", bundle()).fails(1, "exported with --no-verify", "--against SOURCE")
 
 
+def test_verify_names_what_nothing_reads_and_no_other_command_minds_it():
+    with copied(exported()[0]) as folder:
+        (folder / ".DS_Store").write_bytes(b"\0")
+        (folder / "README.md").write_text("about")
+        done = tfmx("verify", folder)
+        assert done.code == 0
+        assert done.notes == "note: beside the bundle's files, and read by nothing: .DS_Store, README.md\n"
+        assert tfmx("verify", folder, "-q").err == ""
+        assert tfmx("run", folder, "Hi", "--max-tokens", "1", "-q").err == ""
+        assert tfmx("inspect", folder).code == 0
+        (folder / "vocab.json").touch()
+        tfmx("verify", folder).fails(1, "vocab.json is not part of the bundle")
+
+
 def test_verify_names_the_device():
     done = tfmx("verify", exported()[0], "--device", "auto")
     assert done.code == 0

@@ -13,7 +13,7 @@ import time
 import pytest
 import tiny_kinds
 import torch
-from command_line import PROGRAM, Done, bundle, checkpoint, exported, sigint_as_usual, tfmx
+from command_line import PROGRAM, Done, bundle, checkpoint, copied, exported, sigint_as_usual, tfmx
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config
 
@@ -158,6 +158,10 @@ def test_a_place_that_is_taken_is_one_line(tmp_path):
     (tmp_path / "photos" / "cat.jpg").touch()
     refused(2, checkpoint(), parts=["photos", "not a tfmx bundle"], out=tmp_path / "photos")
     assert (tmp_path / "photos" / "cat.jpg").exists()
+    with copied(bundle()) as folder:
+        (folder / "README.md").write_text("my notes")
+        tfmx("export", checkpoint(), "-o", folder).fails(2, "not a tfmx bundle (README.md)")
+        assert (folder / "README.md").read_text() == "my notes"
     (tmp_path / "file").touch()
     tfmx("export", checkpoint(), "-o", tmp_path / "file").fails(2, "is not a folder")
     tfmx("export", checkpoint(), "-o", tmp_path / "file" / "out").fails(1, "cannot write to")
