@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from types import TracebackType
@@ -61,7 +62,8 @@ class Bars:
 
 
 def _at_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    """One that can move its cursor, which bars need (TERM=dumb is an editor's, or a log's)."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _make_bars() -> Progress:

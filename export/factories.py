@@ -37,14 +37,10 @@ def missing_factory(file: Path, name: str, tree: ast.Module | None = None) -> Fa
 
 
 def factories_in(tree: ast.Module) -> list[str]:
-    """Functions and classes at the top that can be called without arguments."""
-    return [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not node.name.startswith("_")
-        and _takes_nothing(node)
-    ]
+    """Functions, then classes, at the top that can be called without arguments."""
+    top = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    public = [node for node in top if not node.name.startswith("_") and _takes_nothing(node)]
+    return [node.name for node in sorted(public, key=lambda node: isinstance(node, ast.ClassDef))]
 
 
 def _parsed(file: Path) -> ast.Module:

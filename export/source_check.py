@@ -16,6 +16,10 @@ from .fitting import fitted
 from .shown_layers import Layers
 
 
+# Sources that are no file, by the kind that manifests give.
+_FOLDERS = {"huggingface": "a Hugging Face folder", "tfmx": "a folder of `save_model`", "preset": "a preset"}
+
+
 class IsBundleError(InputError):
     """A bundle stands where the source of one was wanted."""
 
@@ -42,11 +46,12 @@ def _refuse_bundle(path: Path) -> None:
     """What the runtime opens has a manifest of ours, whole or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes()) if (path / MANIFEST).is_file() else {}
-        made_of = ", ".join(manifest["source"]["files"]) if DIGEST_KEY in manifest else None
+        if DIGEST_KEY not in manifest:
+            return
+        source = manifest["source"]
+        made_of = _FOLDERS.get(source["kind"]) or ", ".join(source["files"])
     except (OSError, ValueError, TypeError, KeyError):
         return
-    if made_of is not None:
-        raise IsBundleError(
-            f"{path} is a bundle, which an export has made of {made_of or manifest['source']['kind']}; "
-            f"give that, or `tfmx run {path}`"
-        )
+    raise IsBundleError(
+        f"{path} is a bundle already, exported from {made_of}; give that source, or use the bundle with `tfmx run {path}`"
+    )

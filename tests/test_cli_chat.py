@@ -392,6 +392,12 @@ def test_a_pipe_gets_a_plain_line_as_each_stage_begins(options, said):
     assert (done.stdout, done.stderr) == ("done\n", said)
 
 
+def test_a_terminal_that_cannot_draw_gets_lines():
+    with mocked_program("-c", f"import os\nos.environ['TERM'] = 'dumb'\n{STAGES}"), terminal() as there:
+        assert there.wait() == 0
+        assert there.seen == "one\r\ntwo\r\nmeanwhile\r\ndone\r\n"
+
+
 def test_a_terminal_gets_no_lines():
     with mocked_program("-c", STAGES), terminal() as there:
         assert there.wait() == 0

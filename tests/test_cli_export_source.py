@@ -99,7 +99,9 @@ def test_a_folder_is_known_by_its_config_and_its_weights(tmp_path):
 
 def test_a_bundle_is_called_one(tmp_path):
     export_at_once(
-        tmp_path, exported()[0], parts=["is a bundle", "config.json, model.safetensors", "tfmx run"]
+        tmp_path,
+        exported()[0],
+        parts=["is a bundle already, exported from a Hugging Face folder", "`tfmx run"],
     )
     at_once("verify", bundle(), "--against", bundle(), parts=["is a bundle"])
 
@@ -156,7 +158,7 @@ later = partial(of_width, 3)
 @pytest.mark.parametrize("end", ["", ":"])
 def test_a_python_file_without_a_factory_lists_those_it_has(end, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    listed = "own.py:Model (it has Model, Config, make_model, make_small)"
+    listed = "own.py:make_model (it has make_model, make_small, Model, Config)"
     export_at_once(tmp_path, f"{tmp_path}/own.py{end}", parts=["is a Python file", listed])
     (tmp_path / "own.py").write_text("x = 1")
     export_at_once(
@@ -166,7 +168,7 @@ def test_a_python_file_without_a_factory_lists_those_it_has(end, tmp_path):
 
 def test_a_factory_that_is_not_there_is_answered_with_the_nearest(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    parts = ["no function 'make_modle' (did you mean make_model", "it has Model, Config"]
+    parts = ["no function 'make_modle' (did you mean make_model", "it has make_model, make_small, Model"]
     export_at_once(tmp_path, f"{tmp_path}/own.py:make_modle", parts=parts)
     (tmp_path / "own.py").write_text("def make(:\n")
     export_at_once(tmp_path, f"{tmp_path}/own.py:make", parts=["own.py, line 1", "invalid syntax"])
