@@ -15,7 +15,6 @@ from .factories import check_factory
 from .fitting import fitted
 from .shown_layers import Layers
 
-
 # Sources that are no file, by the kind that manifests give.
 _FOLDERS = {"huggingface": "a Hugging Face folder", "tfmx": "a folder of `save_model`", "preset": "a preset"}
 
