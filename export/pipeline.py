@@ -104,6 +104,8 @@ def export_model(
     model: Source, out: Path, options: ExportOptions, progress: Progress | None = None
 ) -> Parity | None:
     progress = progress or Silent()
+    if options.verify:
+        model.check_module(progress)
     with published(out) as folder:
         wanted = numbers(model, options)
         if options.quant is not None and options.quant.smooths:
@@ -179,6 +181,8 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
             f"state tensors, {source} a {found[0]} with {found[1]} and {found[2]}; "
             "give the source that it was exported from"
         )
+    _check_state(bundle, model, source)
+    model.check_module(progress or Silent())
     layouts = (
         {name: parse_layout(text) for name, text in manifest.quant.matrices.items()} if manifest.quant else {}
     )
@@ -195,6 +199,15 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
         progress or Silent(),
         evened_out=manifest.quant is not None and manifest.quant.rounding in {"smooth", "gptq"},
     )
+
+
+def _check_state(bundle: Bundle, model: Source, source: str) -> None:
+    for has, state in zip(bundle.manifest.state, model.spec, strict=True):
+        if (has.past, has.present, has.shape) != (state.past, state.present, state.shape):
+            raise MismatchError(
+                f"{bundle.path} has a state {has.past} of shape {list(has.shape)}, {source} has {state.past} of {list(state.shape)}; "
+                "give the source that it was exported from"
+            )
 
 
 def run_gate(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import onnx_ir as ir
 
 from ..runtime.bundle import file_info
 from ..tfm_model.checkpoint import GenerationDefaults
-from ..tfm_model.protocol import ExportableModule
 from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
-from .fitting import check_context
-from .own_module import ModuleError, OwnModule, build_module, check_spec
-from .shown_layers import Layers
-from .signature import token_signature
+from .fitting import ContextLengthError, check_context
+from .own_module import ModuleError, build_module
+from .own_probe import open_own
+from .shown_layers import Layers, Maps
 from .source import Source, checkpoint_source
 from .whole import WholeSource
 
@@ -34,18 +32,27 @@ def open_python(source: str, dtype: ir.DataType, max_context: int | None, attent
             module, "python", (file,), generation, None if tokenizer is None else str(tokenizer)
         )
         return checkpoint_source(checkpoint, dtype, max_context, attentions)
-    if attentions:
+    if attentions not in ((), Maps((), ())):
         raise ModuleError(
             "--attentions is for models of the built-in family; a module of your own gives its outputs"
         )
-    own = cast("ExportableModule", module)
-    if max_context is not None and max_context != own.max_context:
-        raise ModuleError(f"--max-context is {max_context}; a module of your own says its max_context itself")
-    check_context(own.max_context)
-    check_spec(own.state_spec(), source)
+    own, signature = open_own(module)
+    context = signature.steps.length
+    if max_context is not None and max_context != context:
+        raise ContextLengthError(
+            f"--max-context is {max_context}; a module of your own says its max_context itself ({context})"
+        )
+    if signature.kind != "encoder":
+        check_context(context)
+    start = generation.decoder_start_token_id
+    if (signature.kind == "encoder-decoder") != (start is not None):
+        raise ModuleError(
+            f"{type(module).__name__} ({signature.kind}) has the decoder_start_token_id {start}; it is the token that "
+            "an encoder-decoder's answers begin with, and nothing else has one"
+        )
     return WholeSource(
-        OwnModule(own),
-        token_signature(own.vocab_size, own.max_context),
+        own,
+        signature,
         dtype,
         kind="python",
         files={file.name: file_info(file)},

@@ -130,8 +130,13 @@ def real(values: Array, run: Run) -> Array:
 
 
 def by_element(values: Array, run: Run) -> Array:
-    """The same of attention maps, or of an encoder's keys and values: (B, H, T, ...) → (elements, H, ...)."""
+    """The same of attention maps: (B, H, T, ...) → (elements, H, ...)."""
     return real(np.moveaxis(values, 2, 1), run)
+
+
+def encoded_elements(values: Array, state: StateTensor, run: Run) -> Array:
+    """The same of what an encoder leaves for the decoder."""
+    return real(np.moveaxis(values, state.shape.index("encoder_sequence_length"), 1), run)
 
 
 def nudged(x: Tensor, random: torch.Generator) -> Tensor:

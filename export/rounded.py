@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ..tfm_model.heads import Head
 from ..tfm_model.layers import Linear
@@ -31,10 +35,36 @@ def round_inputs(model: nn.Module, layout_of: Callable[[str], BlockLayout | None
             )
 
 
+class RoundedInputs(TorchFunctionMode):
+    """The same where modules are not ours: every `F.linear` whose weight has blocks, whoever calls it.
+
+    What PyTorch calls inside its own functions (of nn.MultiheadAttention, say) is not seen.
+    """
+
+    def __init__(self, block_of: Callable[[object], int | None]) -> None:
+        super().__init__()
+        self._block_of = block_of
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (its name in PyTorch)
+        block = self._block_of(weight)
+        return F.linear(input if block is None else rounded_blocks(input, block), weight, bias)
+
+
 def rounded_blocks(x: Tensor, block: int) -> Tensor:
-    blocks = x.reshape(*x.shape[:-1], -1, block)
+    wide = x.to(
+        torch.promote_types(x.dtype, torch.float32)
+    )  # half precision has no scale for a block of zeros
+    blocks = wide.reshape(*x.shape[:-1], -1, block)
     scale = (blocks.abs().amax(dim=-1, keepdim=True) / INT8_TOP).clamp_min(1e-30)
-    return ((blocks / scale).round() * scale).reshape(x.shape)
+    return ((blocks / scale).round() * scale).reshape(x.shape).to(x.dtype)
 
 
 def rounded_cache(values: Tensor, scales: Tensor, what: str) -> Tensor:

@@ -90,6 +90,9 @@ class Source(Protocol):
     def weight(self, name: str) -> torch.Tensor | None:
         """A matrix (out, in) as the source has it, in float32; None if it has none of that name."""
 
+    def check_module(self, progress: Progress) -> None:
+        """Refuse a module of a user's that is not consistent with itself in PyTorch."""
+
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         """PyTorch, with the weights of the source but for the matrices that are stored."""
 
@@ -267,6 +270,9 @@ class CheckpointSource:
     def weight(self, name: str) -> torch.Tensor | None:
         tensor = self._checkpoint.tensors.get(name)
         return None if tensor is None else read_finite(tensor, torch.float32)
+
+    def check_module(self, progress: Progress) -> None:
+        """It is ours: tests/test_family_properties.py asks every setting of it."""
 
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         precision = torch_dtype(self._dtype)

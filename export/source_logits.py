@@ -52,10 +52,10 @@ def _by_layer(reference: DecoderReference, rows: Sequence[Tensor], progress: Pro
 
 @torch.no_grad()
 def _whole(reference: WholeReference, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    model = reference._build().to(torch.float32).eval()  # noqa: SLF001 (it is whole, so as it is)
-    for row in rows:
-        mask = _mask(row)
-        yield model.step(row, mask, positions(mask), _empty(reference.spec)).main[0]
+    with reference.model(torch.float32) as model:
+        for row in rows:
+            mask = _mask(row)
+            yield model.step(row, mask, positions(mask), _empty(reference.spec)).main[0]
 
 
 def _mask(row: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ on the columns that were asked for only.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -23,12 +22,15 @@ from ..tfm_model.transformer import Transformer
 from .arithmetic import Arithmetic
 from .builder import Builder
 from .content_plan import ContentPlan
+from .held_module import HeldModule
 from .layout import Target
 from .lower_basic import FLOAT, INT64
-from .own_module import ModuleError, OwnModule, first_line
+from .own_calls import OwnModule
+from .own_module import ModuleError, first_line
+from .own_trace import TRANSLATIONS, with_columns
 from .progress import Progress
+from .properties import check_properties
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
-from .reference import Reference
 from .signature import Signature
 from .source import Graphs
 from .stitch import (
@@ -79,7 +81,10 @@ class WholeSource:
         generation: GenerationDefaults,
         texts: dict[str, str],
     ) -> None:
-        self._model, self.signature, self._dtype = model, signature, dtype
+        self.is_own = isinstance(model, OwnModule)
+        self._prefix = "own." if self.is_own else ""  # `OwnModule` holds the user's module under this name
+        self._held = HeldModule(model, self._prefix)
+        self.signature, self._dtype = signature, dtype
         self.kind, self._files, self.model_info = kind, files, model_info
         self.generation, self.texts = generation, texts
         self.spec: StateSpec = model.state_spec()
@@ -92,7 +97,7 @@ class WholeSource:
         return "append"
 
     def weight(self, name: str) -> Tensor | None:
-        weight: Tensor | None = self._model.state_dict().get(name)
+        weight = self._held.tensors.get(name)
         return None if weight is None else weight.float()
 
     def smoothed(self, numbers: Numbers, progress: Progress) -> WholeSource:  # noqa: ARG002 (it cannot be)
@@ -101,24 +106,25 @@ class WholeSource:
     def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> WholeSource:  # noqa: ARG002
         return self
 
-    def reference(self, stored: StoredMatrices | None = None) -> Reference:
-        size = sum(tensor.numel() for tensor in self._model.state_dict().values())
+    def check_module(self, progress: Progress) -> None:
+        if (
+            self.is_own
+        ):  # the built-in family is asked by tests/test_family_properties.py, every setting of it
+            check_properties(self.reference(), progress)
 
+    def reference(self, stored: StoredMatrices | None = None) -> WholeReference:
         names = {} if stored is None else self._names_in_file(stored)
-
-        def build() -> Transformer | OwnModule:
-            model = self._copy()
-            if stored is not None:
-                weights = {name: stored.read(own) for name, own in names.items()}
-                model.load_state_dict(weights, strict=False)
-            return model
-
         layouts = {} if stored is None else {name: stored.layouts[own] for name, own in names.items()}
-        return WholeReference(build, self.signature, self.spec, torch_dtype(self._dtype), size, layouts)
+
+        def read(name: str) -> Tensor:
+            assert stored is not None
+            return stored.read(names[name])
+
+        return WholeReference(self._held, self.signature, self.spec, torch_dtype(self._dtype), read, layouts)
 
     def _names_in_file(self, stored: StoredMatrices) -> dict[str, str]:
         """Of each quantised matrix, by the model's names for it: equal ones lie in the file once (`ContentPlan`)."""
-        weights = self._model.state_dict()
+        weights = self._held.tensors
         return {
             name: own
             for own in stored.layouts
@@ -127,32 +133,16 @@ class WholeSource:
             if weight.shape == weights[own].shape and torch.equal(weight, weights[own])
         }
 
-    def _copy(self) -> Transformer | OwnModule:
-        return copy.deepcopy(self._model)  # conversions are done in place
-
     def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs:
-        own = isinstance(self._model, OwnModule)
-        if own and opset < TRACE_OPSET:
+        if self.is_own and opset < TRACE_OPSET:
             raise ModuleError(f"--opset is {opset}; a module of your own is traced at {TRACE_OPSET} or above")
-        if own and numbers.quant is not None:
-            raise ModuleError(
-                "--quant is for models of the built-in family; a module of your own stays as it is"
-            )
         progress.stage("tracing", 1)
-        model = self._copy().to(torch_dtype(self._dtype)).eval()
-        kinds = GRAPHS_OF_KIND[self.signature.kind]
-        pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
-        try:
-            if own:
-                _check_state_count(pieces[0], len(self.spec))
-            traced = trace_pieces(model, pieces, opset if own else TRACE_OPSET)
-        except ModuleError:
-            raise
-        except Exception as error:
-            raise TraceError(f"torch could not trace the module: {first_line(error)}") from error
-        progress.advance()
+        kinds, dtype = GRAPHS_OF_KIND[self.signature.kind], torch_dtype(self._dtype)
         plan = ContentPlan(self._dtype)
-        fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
+        with self._held.converted(lambda _, tensor: tensor.to(dtype)) as model:
+            traced = self._traced(model, kinds, opset)
+            fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
+        progress.advance()
         matrices = plan.matrices()
         plan.blocks = layouts = numbers.layouts(matrices)
         arithmetic = numbers.arithmetic
@@ -168,6 +158,20 @@ class WholeSource:
         )
         return Graphs(models, tensors, layouts)
 
+    def _traced(
+        self, model: Transformer | OwnModule, kinds: Sequence[GraphKind], opset: int
+    ) -> dict[str, Fragment]:
+        pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
+        try:
+            if self.is_own:
+                _check_state_count(pieces[0], len(self._outputs(kinds[0])) - 1)
+                return trace_pieces(model, pieces, opset, TRANSLATIONS)
+            return trace_pieces(model, pieces)
+        except ModuleError:
+            raise
+        except Exception as error:
+            raise TraceError(f"torch could not trace the module: {first_line(error)}") from error
+
     # --- what the graphs take and give --------------------------------------------------------------------
 
     def _inputs(self, kind: GraphKind) -> list[Slot]:
@@ -177,13 +181,13 @@ class WholeSource:
         slots = [
             Slot(elements.name, INT64 if elements.kind == "tokens" else self._dtype, elements.shape(length))
         ]
-        if elements.kind != "images":
+        if kind != "encode" or self.signature.has_mask:
             columns = length if kind == "encode" or self._forgets else "total_sequence_length"
             slots.append(Slot("attention_mask", INT64, ("batch_size", columns)))
         if kind == "encode":
             return slots
         slots.append(Slot("position_ids", INT64, ("batch_size", length)))
-        if self.signature.kind == "encoder-decoder" and self.signature.inputs.kind != "images":
+        if self.signature.kind == "encoder-decoder" and self.signature.has_mask:
             slots.append(Slot("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length")))
         return slots + [Slot(state.past, self._state_dtype(state), state.shape) for state in self.spec]
 
@@ -194,7 +198,7 @@ class WholeSource:
     def _forgets(self) -> bool:
         """Whether nothing of ours looks back at columns of the past, so that the mask does without them."""
         recurrent = all(state.growth in {"constant", "fixed"} for state in self.spec)
-        return recurrent and isinstance(self._model, Transformer)
+        return recurrent and not self.is_own
 
     def _outputs(self, kind: GraphKind) -> list[Slot]:
         """The main one first, then state, then maps."""
@@ -252,14 +256,15 @@ class WholeSource:
             else:
                 call = model.body if isinstance(model, Transformer) and self._splits else model.step
                 outputs = call(
-                    values[0], given["attention_mask"], given["position_ids"], list(values[count:]),
+                    values[0], self._mask(values[0], given), given["position_ids"], list(values[count:]),
                     given.get("encoder_attention_mask"),
                 )  # fmt: skip
             maps = self.signature.encoder_map_names if kind == "encode" else self.signature.map_names
             return outputs.main, *outputs.state, *(outputs.maps[name] for name in maps)
 
         examples = [_example(slot, kind) for slot in slots]
-        pieces = [Piece(kind, run, examples, [slot.free_axes for slot in slots], len(self._outputs(kind)))]
+        axes = [slot.free_axes for slot in slots]
+        pieces = [Piece(kind, run, examples, axes, len(self._outputs(kind)), self._prefix)]
         if kind != "encode" and isinstance(model, Transformer) and self._splits:
             length: int | str = 1 if kind == "decode" else "sequence_length"
             hidden = Slot("hidden", self._dtype, ("batch_size", length, model.config.width))
@@ -267,6 +272,13 @@ class WholeSource:
                 Piece(f"{kind} head", model.logits, [_example(hidden, kind)], [hidden.free_axes], 1)
             )
         return pieces
+
+    def _mask(self, inputs: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        mask, growing = given["attention_mask"], [state for state in self.spec if state.growth == "append"]
+        if not self.is_own or not growing:
+            return mask
+        axis = growing[0].shape.index("past_sequence_length")
+        return with_columns(mask, inputs, given[growing[0].past].shape[axis])
 
     @property
     def _splits(self) -> bool:

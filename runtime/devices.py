@@ -41,6 +41,7 @@ PROBE_MODEL = bytes.fromhex(
 _HEAVY_OPS = frozenset(
     {
         "Attention",
+        "Conv",
         "Gemm",
         "GroupQueryAttention",
         "LSTM",

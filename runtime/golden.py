@@ -3,7 +3,7 @@
 golden.npz holds, for each case `k`, what the bundle's kind asks for:
 
     k.input_ids | k.input_features | k.pixel_values   (B, T), (B, T, F), (B, C, H, W), padded on the left
-    k.attention_mask     (B, T); not for images
+    k.attention_mask     (B, T); not for images, nor where the encode graph takes none
     k.target_ids         (B, n): what the decoder of an encoder-decoder reads first
     k.decode_ids         (steps, B), k.decode_features (steps, B, F): then, one by one; not for encoders
     k.expected           (1 + steps, B, size): the last position's, after the prefill and after each decode step;
@@ -93,13 +93,13 @@ def _rows(case: _Case, manifest: Manifest) -> list[npt.NDArray[Any]]:
     info = manifest.graphs[role].input(manifest.inputs.name)
     assert info is not None
     data = case[manifest.inputs.name].astype(NUMPY_DTYPES[info.dtype])
-    if manifest.inputs.kind == "images":
+    if not manifest.sees_pads:
         return list(data)
     return [row[real] for row, real in zip(data, _mask(case).astype(bool), strict=True)]
 
 
 def _mask(case: _Case) -> npt.NDArray[np.int64]:
-    """(B, T); of images (B, 0)."""
+    """(B, T); (B, 0) where there is none."""
     mask = case.get("attention_mask", np.zeros((len(case["expected"]), 0)))
     return mask.astype(np.int64)
 
@@ -130,7 +130,7 @@ def _read_cases(data: bytes, manifest: Manifest) -> dict[str, dict[str, npt.NDAr
 
 def _check_case(name: str, case: _Case, manifest: Manifest) -> None:
     parts = {manifest.inputs.name, "expected", "budget"}
-    parts |= {"attention_mask"} if manifest.inputs.kind != "images" else set()
+    parts |= {"attention_mask"} if manifest.sees_pads else set()
     parts |= {_decode_name(manifest)} if manifest.kind != "encoder" else set()
     parts |= {"target_ids"} if manifest.kind == "encoder-decoder" else set()
     if set(case) != parts:

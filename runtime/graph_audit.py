@@ -59,7 +59,7 @@ _DTYPES = {1: "float32", 3: "int8", 6: "int32", 7: "int64", 10: "float16"}
 _EXTERNAL = 1  # TensorProto.DataLocation
 _INT_LIMIT = 2**31  # attributes beyond it have crashed onnxruntime, and none of ours comes near
 # how many constant inputs, from the second on, a session may copy, pre-packed
-_PACKED_OPS = {"MatMul": 1, "Gemm": 1, "MatMulNBits": 1, "LSTM": 2}
+_PACKED_OPS = {"Conv": 1, "MatMul": 1, "Gemm": 1, "MatMulNBits": 1, "LSTM": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -133,6 +133,11 @@ def _check_inputs(manifest: Manifest, role: str) -> None:
     if main is None or main.dtype != dtype or len(main.shape) < lead or main.shape[lead:] != tail:
         wanted = f" with {list(tail)} in each" if tail else ""
         raise BundleError(f"{MANIFEST}: the {role} graph must take {dtype} {name}{wanted}")
+    answers = (
+        role == "encode" and manifest.kind == "encoder"
+    )  # alone it may do without a mask: see `sees_pads`
+    if not is_image and not answers and manifest.graphs[role].input("attention_mask") is None:
+        raise BundleError(f"{MANIFEST}: the {role} graph must take attention_mask, or pads would count")
     known = {name} if is_image else {name, "attention_mask"}
     if role != "encode":
         known |= {"position_ids", *(entry.past for entry in manifest.state)}

@@ -1,6 +1,6 @@
 """A model of your own, exported without registering it anywhere:
 
-    tfmx export examples/own_model.py:build -o own-model
+    tfmx export examples/own/gpt.py:build -o own-model
     tfmx run own-model --ids 1,2,3
 
 The module is plain PyTorch: a small GPT with learned positions and PyTorch's own layers. What makes it
