@@ -81,6 +81,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tfmx needs Python 3.11 or newer; make PYTHON=python3.11 ...")'
 	$(call section,installing into .venv (once; a minute or two))
 	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip uninstall -qq -y tfmx  # as the distribution was once called
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]'
 	@touch $@

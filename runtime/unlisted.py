@@ -10,8 +10,7 @@ import os
 import re
 import stat
 
-# What Explorer and Finder leave under names that are not hidden.
-_LEFT_BEHIND = {"thumbs.db", "desktop.ini", "icon\r"}
+_LEFT_BEHIND = {"thumbs.db", "desktop.ini"}  # by Windows, whose hidden files have no dot
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|notice|copying)[^.]*(\.md|\.txt|\.rst)?|.+\.md", re.DOTALL)
 
 

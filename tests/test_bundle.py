@@ -128,8 +128,7 @@ def test_an_extra_file_is_named(folder):
 
 @pytest.mark.parametrize(
     "name",
-    [".DS_Store", "._weights.bin", ".gitattributes", ".gitignore", ".git", ".nfs0001", "Thumbs.db", "desktop.ini", "Desktop.ini",
-     "Icon\r", "README", "README.md", "readme.txt", "README.rst", "LICENSE", "LICENSE.txt", "licence.md", "NOTICE", "COPYING",
+    [".DS_Store", "._weights.bin", ".gitattributes", ".gitignore", ".git", ".nfs0001", "Thumbs.db", "desktop.ini", "Desktop.INI",  "README", "README.md", "readme.txt", "README.rst", "LICENSE", "LICENSE.txt", "licence.md", "NOTICE", "COPYING",
      "LICENSE-APACHE", "USE_POLICY.md", ".\udcff"],
 )  # fmt: skip
 def test_what_nothing_reads_is_let_be(folder, name):
