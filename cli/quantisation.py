@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import click
 
+from .choice import Choice
 from .given import refuse_options
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
     options: list[Any] = [
         click.option(
             "--quant",
-            type=click.Choice(["int8", "int4"]),
+            type=Choice(["int8", "int4"]),
             help="Store matrices as whole numbers of 8 or 4 bits, in blocks.  [default: not]",
         ),
         click.option(
             "--quant-block",
-            type=click.Choice(["16", "32", "64", "128"]),
+            type=Choice(["16", "32", "64", "128"]),
             default="32",
             show_default=True,
             help="Weights that share a scale.",
@@ -50,7 +51,7 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--quant-round",
-            type=click.Choice(["smooth", "search", "nearest"]),
+            type=Choice(["smooth", "search", "nearest"]),
             default="smooth",
             show_default=True,
             help="nearest: a block's scale spans it. search: the scale that loses least. smooth: search, weighted "
@@ -74,7 +75,7 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--quant-activations",
-            type=click.Choice(["int8", "float"]),
+            type=Choice(["int8", "float"]),
             default="int8",
             show_default=True,
             help="int8: products with quantised matrices round their inputs too, which is what makes them fast.",
@@ -86,7 +87,7 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--kv",
-            type=click.Choice(["fp32", "fp16", "int8"]),
+            type=Choice(["fp32", "fp16", "int8"]),
             help="Numbers of the cache of keys and values.  [default: those of --dtype]",
         ),
     ]

@@ -21,6 +21,7 @@ from .. import InputError
 from ..tfm_model.config import ModelKind
 from ..tfm_model.state import StateSpec, StateTensor
 from ..tfm_model.transformer import Transformer
+from .factories import check_factory, missing_factory
 from .user_code import users_code
 
 
@@ -78,15 +79,11 @@ def check_spec(spec: StateSpec, source: str, kind: ModelKind) -> None:
 
 
 def _load_factory(file: Path, name: str) -> Callable[[], object]:
-    if not file.is_file():
-        raise ModuleError(f"{file} is not a file; wanted path/to/file.py:factory")
+    check_factory(file, name)
     module = _run_file(file.resolve())
     factory = getattr(module, name, None)
     if not callable(factory):
-        found = ", ".join(
-            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        )
-        raise ModuleError(f"{file} has no function {name!r}; it has {found or 'none'}")
+        raise missing_factory(file, name)
     return factory  # type: ignore[no-any-return]
 
 

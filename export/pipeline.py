@@ -40,6 +40,7 @@ from .builder import serialised
 from .calibrate import LEAST_TOKENS, calibration_windows
 from .choice_graphs import sample_graph, select_graph
 from .exact_twin import exact_twin
+from .fitting import ContextLengthError, calibrate_error
 from .layout import BlockLayout, Target
 from .parity import Gate, Parity
 from .progress import Progress, Silent
@@ -48,7 +49,7 @@ from .quality_windows import read_text
 from .quantiser import Numbers
 from .recipe import Quant, describe, parse_layout
 from .shown_layers import Maps
-from .source import ContextLengthError, Graphs, Source, open_source
+from .source import Graphs, Source, open_source
 from .stitch import GRAPHS_OF_KIND
 from .stored import StoredMatrices
 from .weights import WEIGHTS_FILE, distinct, link_weights, write_weights
@@ -152,7 +153,7 @@ def numbers(model: Source, options: ExportOptions) -> Numbers:
         raise kv_error(options.target)
     path = None if options.quant is None else options.quant.calibrate
     if path is not None and not model.can_be_smoothed:
-        raise InputError("--calibrate is for decoders of tokens with plain attention; leave it out")
+        raise calibrate_error()
     smooths = options.quant is not None and options.quant.smooths and model.can_be_smoothed
     if path is None and options.kv != "int8" and not smooths:
         return Numbers(quant=options.quant)

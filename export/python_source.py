@@ -12,10 +12,11 @@ from ..runtime.bundle import FileInfo, file_info
 from ..tfm_model.checkpoint import GenerationDefaults
 from ..tfm_model.tfmx_folder import model_checkpoint
 from ..tfm_model.transformer import Transformer
+from .fitting import ContextLengthError, check_context
 from .own_module import ModuleError, build_module
 from .own_probe import open_own
 from .shown_layers import Layers, Maps
-from .source import ContextLengthError, Source, check_context, checkpoint_source
+from .source import Source, checkpoint_source
 from .whole import WholeSource
 
 

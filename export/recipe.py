@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from .. import InputError
 from ..tfm_model.blocks import Bits, BlockFormat, BlockSize, LazyBlocks
 from .arithmetic import Activations
+from .fitting import requantise_error
 from .layout import BlockLayout
 
 Rounding = Literal["nearest", "search", "smooth"]
@@ -99,9 +100,7 @@ class Quant:
         """What the checkpoint has in blocks is rounded again only by those who ask for it."""
         sizes = {matrix.blocks.format.block for matrix in matrices.values() if matrix.blocks is not None}
         if self.again and not sizes:
-            raise InputError(
-                "--requantise is for checkpoints with blocks (Q4_0, Q4_1 or Q8_0 in a GGUF); this one has none, leave it out"
-            )
+            raise requantise_error()
         if not self.again and sizes - {self.block}:
             raise InputError(
                 f"the checkpoint has blocks of {max(sizes)} weights, --quant-block is {self.block}; add --requantise to round "

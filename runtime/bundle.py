@@ -1,7 +1,7 @@
 """A bundle: the folder that export writes and the runtime opens.
 
 Opening checks everything that onnxruntime does not: that each file is there, is a plain file and has the
-size and sha256 that the manifest gives, that nothing else lies in the folder, and that the graphs contain
+size and sha256 that the manifest gives, that nothing else that could be read lies in the folder, and that the graphs contain
 only what the exporter emits. The graphs are kept as the bytes that were checked; the weights are mapped by
 onnxruntime from their path, so replace a bundle by renaming a new folder over it, never by writing into it.
 `open` does all of it; `look` leaves to the caller what it does not need, or does beside other work.
@@ -33,6 +33,7 @@ from .manifest import (
     StateInfo,
     TensorInfo,
 )
+from .unlisted import is_ignored
 
 __all__ = [
     "FORMAT",
@@ -68,6 +69,7 @@ class Bundle:
 
     path: Path
     manifest: Manifest
+    unlisted: tuple[str, ...]  # names beside the manifest's that nothing reads
     checked: bool  # whether sha256 sums are to be checked, each when its file is read or by `check_sums`
     _graphs: dict[str, tuple[bytes, GraphSummary]]  # those that were asked for
 
@@ -76,8 +78,8 @@ class Bundle:
         """The manifest, and whether the folder has its files. The rest is checked when it is asked for."""
         folder = Path(path)
         manifest = _read_manifest(folder)
-        _check_listing(folder, manifest)
-        return cls(path=folder, manifest=manifest, checked=check, _graphs={})
+        unlisted = _check_listing(folder, manifest)
+        return cls(path=folder, manifest=manifest, unlisted=unlisted, checked=check, _graphs={})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, check: bool = True) -> Bundle:
@@ -154,7 +156,8 @@ def _read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def _check_listing(folder: Path, manifest: Manifest) -> None:
+def _check_listing(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """All that is listed is there; the names of what else is, which nothing reads."""
     for name, info in manifest.files.items():
         path = folder / name
         if not os.path.lexists(path):
@@ -164,9 +167,12 @@ def _check_listing(folder: Path, manifest: Manifest) -> None:
             raise BundleError(
                 f"{path} has {size} bytes, the manifest says {info.size}; copy or export it again"
             )
-    for name in sorted(entry.name for entry in folder.iterdir()):
-        if name != MANIFEST and name not in manifest.files:
-            raise BundleError(f"{folder / name} is not part of the bundle; remove it")
+    with os.scandir(folder) as entries:
+        others = [entry for entry in entries if entry.name != MANIFEST and entry.name not in manifest.files]
+        foreign = sorted(entry.name for entry in others if not is_ignored(entry))
+    if foreign:
+        raise BundleError(f"{folder / foreign[0]} is not part of the bundle; remove it")
+    return tuple(sorted(entry.name for entry in others))
 
 
 def _plain_size(path: Path) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .. import InputError, TfmxError
+from .extras import install_advice
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -97,8 +98,8 @@ def import_onnxruntime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise OnnxRuntimeMissingError(
-            f"onnxruntime cannot be imported ({_one_line(error)}); "
-            "`pip install 'tfmx[cpu]'`, or 'tfmx[cuda]' for an NVIDIA GPU"
+            f"onnxruntime cannot be imported ({_one_line(error)}); {install_advice('cpu')}, "
+            "with [cuda] instead for an NVIDIA GPU"
         ) from error
     return onnxruntime
 
@@ -124,16 +125,16 @@ def _package_problem() -> str | None:
     if len(installed) == 2:
         return (
             "both onnxruntime and onnxruntime-gpu are installed, and they overwrite each other's files; "
-            "`pip uninstall onnxruntime onnxruntime-gpu`, then `pip install 'tfmx[cuda]'`"
+            f"`pip uninstall onnxruntime onnxruntime-gpu`, then {install_advice('cuda')}"
         )
     if _PROVIDERS["cuda"] in import_onnxruntime().get_available_providers():
         return None
     if installed == ["onnxruntime"]:
         return (
             "the installed onnxruntime is the CPU package; "
-            "`pip uninstall onnxruntime`, then `pip install 'tfmx[cuda]'`"
+            f"`pip uninstall onnxruntime`, then {install_advice('cuda')}"
         )
-    return "the installed onnxruntime was built without CUDA; `pip install 'tfmx[cuda]'` in a new environment"
+    return f"the installed onnxruntime was built without CUDA; in a new environment, {install_advice('cuda')}"
 
 
 def _driver_problem() -> str | None:
@@ -167,7 +168,7 @@ def _library_problem() -> str | None:
     ]
     if failures:
         names = ", ".join(line.partition(":")[0] for line in failures)
-        return f"CUDA libraries are missing ({names}); `pip install 'tfmx[cuda]'` brings them"
+        return f"CUDA libraries are missing ({names}); they come with {install_advice('cuda')}"
     return None
 
 

@@ -194,7 +194,6 @@ class Model:
         self, prompts: list[Array], options: SamplingOptions, started: float, speculation: Speculation | None
     ) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
-        decode = self.tokenizer.decode if self.tokenizer else None
         graphs = self._open_graphs()
         if self.manifest.kind == "encoder-decoder":
             encoded = encode(graphs, prompts, self.manifest.fixed_outputs)
@@ -202,7 +201,7 @@ class Model:
         else:
             encoded, starts = None, [prompt.tolist() for prompt in prompts]
         rows = [
-            make_row(self.manifest, index, ids, options, seed, decode, context=ids)
+            make_row(self.manifest, index, ids, options, seed, self.tokenizer, context=ids)
             for index, ids in enumerate(starts)
         ]
         room = _first_room(options)
@@ -217,8 +216,7 @@ class Model:
         self, prompt_ids: list[int], options: SamplingOptions, started: float, speculation: Speculation | None
     ) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
-        decode = self.tokenizer.decode if self.tokenizer else None
-        row = make_row(self.manifest, 0, prompt_ids, options, seed, decode, context=())
+        row = make_row(self.manifest, 0, prompt_ids, options, seed, self.tokenizer, context=())
         room = _first_room(options)
         drafter = self._open_drafter([row], room, speculation)  # first: if it fails, the cache is still kept
         engine, cached = self._take_kept(prompt_ids, room)

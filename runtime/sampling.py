@@ -22,6 +22,7 @@ import numpy.typing as npt
 from .. import InputError, TfmxError
 
 _BLOCK = 64  # logits
+DRAWING = ("top_k", "top_p", "min_p", "seed")  # what changes nothing where the likeliest token is taken
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -79,6 +80,9 @@ class SamplingOptions:
             _require(isinstance(text, str) and text != "", "a stop text", text, "a text that is not empty")
         count = self.max_new_tokens
         _require(count is None or _whole(count, 1), "max_new_tokens", count, "1 or more")
+        for name in DRAWING:
+            if self.temperature == 0 and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise SamplingError(f"{name} does nothing without temperature above 0, which makes it draw")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         for token_id in (*self.logit_bias, *self.stop_token_ids):

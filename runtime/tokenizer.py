@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from .. import InputError
 from .manifest import BundleError
+from .token_bytes import TokenBytes
 
 
 class PromptError(InputError):
@@ -33,6 +34,7 @@ class Tokenizer:
         self._specials = {token.content: token_id for token_id, token in added.items() if token.special}
         by_length = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        self._bytes: TokenBytes | None = None
         self._twin: tuple[RawTokenizer, dict[str, str]] | None = (
             None  # and the secret names, by special token
         )
@@ -43,6 +45,12 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         return self._raw.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token stands for, exactly; None for an id that is no token."""
+        if self._bytes is None:
+            self._bytes = TokenBytes(self._data, self.token)
+        return self._bytes(token_id)
 
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n characters needs at least n / longest tokens."""

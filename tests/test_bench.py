@@ -348,7 +348,7 @@ def test_a_bundle_of_another_kind_is_told_what_it_is(name, tmp_path):
 def test_without_pillow_a_plot_is_refused_before_anything_is_measured():
     begin = time.perf_counter()
     done = program_without("PIL", "bench", exported()[0], "--plot", "out.png")
-    done.fails(1, "PIL", "tfmx[images]")
+    done.fails(1, "PIL", "pip install '.[images]'")
     assert time.perf_counter() - begin < 20
 
 

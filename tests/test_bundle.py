@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,55 @@ def test_an_extra_file_is_named(folder):
     (folder / "extra.py").write_text("")
     with pytest.raises(BundleError, match=r"extra\.py is not part of the bundle; remove it$"):
         Bundle.open(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".DS_Store", "._weights.bin", ".gitattributes", ".gitignore", ".git", ".nfs0001", "Thumbs.db", "desktop.ini", "Desktop.INI",  "README", "README.md", "readme.txt", "README.rst", "LICENSE", "LICENSE.txt", "licence.md", "NOTICE", "COPYING",
+     "LICENSE-APACHE", "USE_POLICY.md", ".\udcff"],
+)  # fmt: skip
+def test_what_nothing_reads_is_let_be(folder, name):
+    (folder / name).write_bytes(b"\xff")
+    assert Bundle.open(folder).unlisted == (name,)
+    (folder / name).unlink()
+    assert Bundle.open(folder).unlisted == ()
+
+
+@pytest.mark.parametrize("name", [".git", ".cache", ".ipynb_checkpoints"])
+def test_a_hidden_folder_is_let_be_and_not_looked_into(folder, name):
+    (folder / name / "objects").mkdir(parents=True)
+    (folder / name / "objects" / "model.onnx").write_bytes(b"")
+    assert Bundle.open(folder).unlisted == (name,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.onnx", "other.bin", "weights.bin.data", "genai_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+     "model.safetensors", "modeling.py", "golden2.npz", "template.jinja", "pytorch_model.bin.index.json", "x", "data", "README.json",
+     "license.py", "README.onnx", "readme.txt.bin", "added_tokens.json", "custom_ops.so", "a.md.json"],
+)  # fmt: skip
+def test_what_some_loader_would_read_is_refused(folder, name):
+    (folder / name).write_bytes(b"")
+    with pytest.raises(BundleError, match=rf"{re.escape(name)} is not part of the bundle; remove it$"):
+        Bundle.look(folder)
+
+
+@pytest.mark.parametrize("name", ["README.md", ".gitattributes", ".DS_Store", "docs"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "broken link"])
+def test_links_and_pipes_are_refused_under_any_name(folder, name, kind):
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(folder / ("weights.bin" if kind == "link" else "nothing"))
+    with pytest.raises(BundleError, match=rf"{re.escape(name)} is not part of the bundle"):
+        Bundle.look(folder)
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "onnx", "Thumbs.db"])
+def test_a_folder_that_is_not_hidden_is_refused(folder, name):
+    (folder / name).mkdir()
+    with pytest.raises(BundleError, match=rf"{re.escape(name)} is not part of the bundle"):
+        Bundle.look(folder)
 
 
 def test_a_changed_file_passes_only_when_checks_are_off(folder):

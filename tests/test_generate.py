@@ -194,8 +194,13 @@ def test_logprobs_come_with_each_step(model):
     for step in steps:
         logits = reference_logits(WEIGHTS, ids)[-1]
         logprobs = logits - np.log(np.exp(logits).sum())
-        assert step.logprob == pytest.approx(logprobs[step.token_id], abs=1e-4)
-        assert [token for token, _ in step.top_logprobs] == np.argsort(-logits)[:3].tolist()
+        assert step.logprob.token_id == step.token_id
+        assert step.logprob.logprob == pytest.approx(logprobs[step.token_id], abs=1e-4)
+        assert [entry.token_id for entry in step.top_logprobs] == np.argsort(-logits)[:3].tolist()
+        for entry in (step.logprob, *step.top_logprobs):
+            assert entry.token_bytes == model.tokenizer.token_bytes(entry.token_id)
+            is_token = entry.token_bytes is not None  # some ids are padding
+            assert entry.text == (entry.token_bytes.decode("utf-8", "replace") if is_token else None)
         ids.append(step.token_id)
     plain = next(iter(model.generate([5, 9], max_new_tokens=1)))
     assert (plain.logprob, plain.top_logprobs) == (None, ())

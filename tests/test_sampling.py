@@ -146,10 +146,11 @@ def test_logit_bias_lifts_lowers_and_bans():
     assert np.array_equal(before, LOGITS)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("more", [{}, {"top_k": 2}, {"top_p": 0.5}])
-def test_banning_every_token_is_an_error(temperature, more):
-    options = SamplingOptions(temperature=temperature, logit_bias=dict.fromkeys(range(6), -math.inf), **more)
+@pytest.mark.parametrize(
+    "more", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5}]
+)
+def test_banning_every_token_is_an_error(more):
+    options = SamplingOptions(logit_bias=dict.fromkeys(range(6), -math.inf), **more)
     with pytest.raises(NoTokenError, match=r"^logit_bias bans every token$"):
         Sampler(options, (), 0)(LOGITS)
 
@@ -235,6 +236,15 @@ def test_an_impossible_option_is_an_error_that_says_what_is_possible(options, li
     assert isinstance(caught.value, InputError)
 
 
+@pytest.mark.parametrize("option", [{"seed": 7}, {"seed": 0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_an_option_of_drawing_without_drawing_is_an_error(option):
+    with pytest.raises(
+        SamplingError, match=f"^{next(iter(option))} does nothing without temperature above 0"
+    ):
+        SamplingOptions(**option)
+    SamplingOptions(temperature=0.5, **option)
+
+
 def test_an_unknown_option_is_an_error():
     with pytest.raises(TypeError, match="tempreature"):
         SamplingOptions(tempreature=1.0)
@@ -252,7 +262,7 @@ def test_more_logprobs_than_tokens_is_an_error():
 
 
 def test_greedy_needs_only_the_argmax_unless_an_option_needs_the_logits():
-    assert SamplingOptions(seed=3, max_new_tokens=5, stop=("x",)).only_argmax
+    assert SamplingOptions(max_new_tokens=5, stop=("x",)).only_argmax
     for more in ({"temperature": 1.0}, {"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.5}):
         assert not SamplingOptions(**more).only_argmax
 

@@ -97,8 +97,10 @@ def assert_same(plain, found):
         if one.logprob is None:
             assert other.logprob is None
         else:
-            assert other.logprob == pytest.approx(one.logprob, abs=1e-5)
-            assert [i for i, _ in other.top_logprobs] == [i for i, _ in one.top_logprobs]
+            assert other.logprob.logprob == pytest.approx(one.logprob.logprob, abs=1e-5)
+            assert [entry.token_id for entry in other.top_logprobs] == [
+                entry.token_id for entry in one.top_logprobs
+            ]
 
 
 # --- greedy ----------------------------------------------------------------------------------------------
