@@ -90,7 +90,7 @@ class Row:
 
     @property
     def end(self) -> int:
-        """How many tokens it will have at most, with the prompt's."""
+        """How many tokens it will have at most, with the prompt's; all but the last are run."""
         return len(self.prompt_ids) + self.limit
 
     def accept(self, token_id: int) -> tuple[str, FinishReason | None]:
@@ -117,9 +117,7 @@ def make_row(
     decode: Callable[[Sequence[int]], str] | None,
     context: Sequence[int],
 ) -> Row:
-    room = max(
-        manifest.max_context - len(prompt_ids), 1
-    )  # a full context still has the logits of one more token
+    room = manifest.max_context - len(prompt_ids) + 1  # the last token is never run, so it needs no position
     own_stops = () if options.ignore_eos else manifest.generation.eos_token_ids
     return Row(
         index=index,

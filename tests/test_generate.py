@@ -173,18 +173,19 @@ def test_a_continued_text_keeps_its_space(tmp_path):
 
 
 def test_generation_ends_at_the_context(model):
-    steps = list(model.generate([5] * (CONTEXT - 3), FREE))
-    assert len(steps) == 3
-    assert steps[-1].finish_reason == "length"
-    assert ids_of(steps) == reference_greedy(WEIGHTS, [5] * (CONTEXT - 3), 3)
-    full = list(model.generate([5] * CONTEXT, FREE, max_new_tokens=50))
-    assert len(full) == 1
-    assert full[0].token_id == reference_greedy(WEIGHTS, [5] * CONTEXT, 1)[0]
+    """The last token is never run, so it needs no position: one more token than there is room for the cache's."""
+    for left in (0, 1, 3):
+        prompt = [(5 * place) % VOCAB for place in range(CONTEXT - left)]
+        for asked in (None, left + 1, 50):
+            steps = list(model.generate(prompt, FREE, max_new_tokens=asked))
+            assert ids_of(steps) == reference_greedy(WEIGHTS, prompt, left + 1)
+            assert [step.finish_reason for step in steps] == [None] * left + ["length"]
 
 
 def test_rows_of_a_batch_reach_the_context_each_for_itself(model):
     results = model.generate_batch([[5] * (CONTEXT - 2), [7]], FREE, max_new_tokens=40)
-    assert [len(result.token_ids) for result in results] == [2, 40]
+    assert [len(result.token_ids) for result in results] == [3, 40]
+    assert [result.finish_reason for result in results] == ["length", "length"]
     assert list(results[1].token_ids) == reference_greedy(WEIGHTS, [7], 40)
 
 
