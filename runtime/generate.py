@@ -96,16 +96,23 @@ class Row:
     def accept(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Add a token; gives the text that became final and whether the row is done."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids:
-            return self._rest(), "stop"
-        text, stopped = self.stop_texts.push(self.detokenizer.push(token_id) if self.detokenizer else "")
-        if stopped:
-            return text, "stop"
-        return (text + self._rest(), "length") if len(self.token_ids) >= self.limit else (text, None)
+        ended, text = token_id in self.stop_ids, ""
+        if not ended:
+            text, stopped = self.stop_texts.push(self.detokenizer.push(token_id) if self.detokenizer else "")
+            if stopped:
+                return text, "stop"
+            if len(self.token_ids) < self.limit:
+                return text, None
+        rest, stopped = self._rest()
+        return text + rest, "stop" if ended or stopped else "length"
 
-    def _rest(self) -> str:
+    def _rest(self) -> tuple[str, bool]:
+        """The text that was held back, and whether a stop text ends it."""
         text, stopped = self.stop_texts.push(self.detokenizer.flush() if self.detokenizer else "")
-        return text if stopped else text + self.stop_texts.flush()
+        if stopped:
+            return text, True
+        held, stopped = self.stop_texts.flush()
+        return text + held, stopped
 
 
 def make_row(

@@ -51,7 +51,7 @@ class SamplingOptions:
     logprobs: int | None = None  # with each token its log-probability and those of the n most likely
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
     ignore_eos: bool = False  # go on past the model's own end tokens, for measurements
-    stop: tuple[str, ...] = ()  # the answer ends before any of these texts
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these texts that begins in it
     max_new_tokens: int | None = None  # None: as many as the context holds
 
     def __post_init__(self) -> None:

@@ -153,6 +153,29 @@ def test_a_stop_text_ends_the_answer_before_it(model):
     assert held[-1].finish_reason == "length"
 
 
+def test_stop_texts_that_overlap_end_an_answer_where_the_first_begins(model):
+    """Random pieces of what the model says, against the first place in the whole text where one begins."""
+    rng = np.random.default_rng(2)
+    whole = text_of(model.generate("Hello", FREE, max_new_tokens=30))
+    for _ in range(40):
+        begins = rng.integers(0, len(whole), rng.integers(1, 4)).tolist()
+        stops = [whole[begin : begin + int(rng.integers(1, 6))] for begin in begins]
+        options = SamplingOptions(ignore_eos=True, stop=(*stops, stops[0] + "?"))
+        steps = list(model.generate("Hello", options, max_new_tokens=30))
+        first = min(whole.index(stop) for stop in stops)
+        assert (text_of(steps), steps[-1].finish_reason) == (whole[:first], "stop")
+
+
+def test_a_stop_text_that_waits_for_a_longer_one_ends_the_answer_at_its_limit(model):
+    whole = text_of(model.generate("Hello", FREE, max_new_tokens=12))
+    waits = whole[-3:-1]
+    assert whole.index(waits) == len(whole) - 3
+    options = SamplingOptions(ignore_eos=True, stop=(waits, whole[-5:] + "?"))
+    steps = list(model.generate("Hello", options, max_new_tokens=12))
+    assert len(steps) == 12  # "?" did not come
+    assert (text_of(steps), steps[-1].finish_reason) == (whole[:-3], "stop")
+
+
 def test_streamed_text_never_holds_half_a_character(model):
     first = bytes_path("é")[0]
     steps = list(model.generate("Hi", SamplingOptions(logit_bias={first: 1e4}), max_new_tokens=4))
