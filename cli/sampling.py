@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -96,5 +97,6 @@ def make_sampling(values: dict[str, Any]) -> SamplingOptions:
     try:
         return SamplingOptions(**given)
     except SamplingError as error:
-        field, _, rest = str(error).partition(" ")  # "top_p is 2.0; it must be ..."
-        raise SamplingError(f"{_NAMES.get(field, field)} {rest}") from error
+        # "top_p is 2.0; it must be ...", "logit_bias[5] is 1e+39; ..."
+        line = re.sub(r"^\w+", lambda match: _NAMES.get(match[0], match[0]), str(error))
+        raise SamplingError(line) from error

@@ -22,6 +22,9 @@ import numpy.typing as npt
 from .. import InputError, TfmxError
 
 _BLOCK = 64  # logits
+# Of temperatures, penalties and biases. Logits below 1e8 and fewer than 1e8 tokens with these stay below float32's 3.4e38:
+# what overflowed would be chosen, or banned, without a word.
+_LEAST, _MOST = 1e-30, 1e30
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -55,21 +58,34 @@ class SamplingOptions:
     max_new_tokens: int | None = None  # None: as many as the context holds
 
     def __post_init__(self) -> None:
+        temperature = self.temperature
         _require(
-            _finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more"
+            _within(temperature, _LEAST, _MOST) or _within(temperature, 0, 0),
+            "temperature",
+            temperature,
+            f"0 or more ({_LEAST:g} to {_MOST:g})",
         )
         _require(self.top_k is None or _whole(self.top_k, 1), "top_k", self.top_k, "1 or more")
-        _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1")
+        _require(_within(self.min_p, 0, 1), "min_p", self.min_p, "between 0 and 1")
         penalty = self.repetition_penalty
-        _require(_finite(penalty) and penalty > 0, "repetition_penalty", penalty, "above 0")
-        _require(_finite(self.presence_penalty), "presence_penalty", self.presence_penalty, "a finite number")
         _require(
-            _finite(self.frequency_penalty), "frequency_penalty", self.frequency_penalty, "a finite number"
+            _within(penalty, _LEAST, _MOST),
+            "repetition_penalty",
+            penalty,
+            f"above 0 ({_LEAST:g} to {_MOST:g})",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_within(value, -_MOST, _MOST), name, value, f"-{_MOST:g} to {_MOST:g}")
         for token_id, bias in self.logit_bias.items():
             _require(_whole(token_id, 0), "a token of logit_bias", token_id, "a token id")
-            _require(bias == -math.inf or _finite(bias), f"logit_bias[{token_id}]", bias, "finite or -inf")
+            _require(
+                bias == -math.inf or _within(bias, -_MOST, _MOST),
+                f"logit_bias[{token_id}]",
+                bias,
+                f"-inf or -{_MOST:g} to {_MOST:g}",
+            )
         _require(self.seed is None or _whole(self.seed, 0), "seed", self.seed, "0 or more")
         _require(self.logprobs is None or _whole(self.logprobs, 0), "logprobs", self.logprobs, "0 or more")
         for token_id in self.stop_token_ids:
@@ -248,7 +264,8 @@ def _weights(
 ) -> FloatArray:
     """Probabilities but for their sum; the largest logit's is 1. In float32: float64 takes ten times as long."""
     weights = np.subtract(logits, np.float32(peak), out=out)
-    weights /= np.float32(max(temperature, 1e-30))  # no overflow: logits are below 1e8 apart
+    with np.errstate(over="ignore"):  # a large penalty over a tiny temperature: -inf, whose weight is 0
+        weights /= np.float32(temperature)
     return np.exp(weights, out=weights)
 
 
@@ -337,8 +354,8 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
         raise SamplingError(f"{name} is {value!r}; it must be {wanted}")
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _within(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def _whole(value: object, least: int) -> bool:
