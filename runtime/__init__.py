@@ -34,6 +34,11 @@ _HOMES = {
 __all__ = ["Bundle", "Model", "Result", "SamplingOptions", "Statistics", "Step", "load"]
 
 
+def __dir__() -> list[str]:
+    """With what is imported late, so that help(tfmx.runtime) has it."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

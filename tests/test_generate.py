@@ -22,7 +22,7 @@ from tiny_bundle import (
 )
 
 import tfmx
-from tfmx import InputError
+from tfmx import InputError, TfmxError
 from tfmx.runtime import model as model_module
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.generate import NumericsError
@@ -392,11 +392,53 @@ def test_a_bundle_without_tokenizer_or_template_works_with_ids(tmp_path):
 
 
 def test_a_closed_model_says_so(tmp_path):
-    write_bundle(tmp_path / "b", "append")
-    with tfmx.load(tmp_path / "b", threads=1) as closing:
-        pass
-    with pytest.raises(ValueError, match="the model is closed"):
-        list(closing.generate([1]))
+    write_bundle(tmp_path / "tiny", "append")
+    with tfmx.load(tmp_path / "tiny", threads=1) as closing:
+        begun = closing.generate([1], FREE, max_new_tokens=6)
+        chatting = closing.chat("Hi", FREE, max_new_tokens=6)
+        late = closing.generate([1])
+        whole = ids_of(closing.generate([1], FREE, max_new_tokens=6))
+        first = [next(begun), next(chatting)]
+    closing.close()  # a second time it does nothing
+    calls = {
+        "generate": lambda: closing.generate([1]),
+        "stream_batch": lambda: closing.stream_batch([[1]]),
+        "generate_batch": lambda: closing.generate_batch([[1]]),
+        "chat": lambda: closing.chat("Hi"),
+        "chat_ids": lambda: closing.chat_ids("Hi"),
+        "encode": lambda: closing.encode("Hi"),
+        "logits": lambda: closing.logits([1]),
+        "apply": lambda: closing.apply([1]),
+        "apply_batch": lambda: closing.apply_batch([[1]]),
+        "speculate": lambda: closing.speculate(None),
+        "__enter__": closing.__enter__,
+        "a generation that had not begun": lambda: next(late),
+    }
+    for call in calls.values():
+        with pytest.raises(TfmxError, match=r"^the model tiny was closed; load it again$") as caught:
+            call()
+        assert not isinstance(caught.value, InputError)
+    public = {name for name in dir(closing) if not name.startswith("_") and callable(getattr(closing, name))}
+    assert public - calls.keys() == {"close"}
+    assert ids_of([first[0], *begun]) == whole  # what had begun may finish
+    assert len([first[1], *chatting]) == 6
+    assert closing._kept is None
+
+
+def test_a_model_says_what_it_is(tmp_path, monkeypatch):
+    write_bundle(tmp_path / "tiny", "capacity", dtype="fp16")
+    with tfmx.load(tmp_path / "tiny", threads=1) as model:
+        assert repr(model) == "<tfmx.Model tiny: decoder, ort, fp16, context 96, on cpu>"
+    assert repr(model) == "<tfmx.Model tiny: decoder, ort, fp16, context 96, on cpu, closed>"
+    monkeypatch.chdir(tmp_path / "tiny")
+    with tfmx.load(".", threads=1) as model:
+        assert repr(model).startswith("<tfmx.Model tiny: ")
+
+
+def test_a_text_is_a_chat_of_one_message(model):
+    assert model.chat_ids("Hi") == model.chat_ids([{"role": "user", "content": "Hi"}])
+    steps = list(model.chat("Hi", FREE, max_new_tokens=5))
+    assert ids_of(steps) == reference_greedy(WEIGHTS, model.chat_ids("Hi"), 5)
 
 
 def test_many_threads_may_generate_at_once(model):
