@@ -37,6 +37,7 @@ def load(
     chosen = choose_device(device, bundle)
     for role in bundle.manifest.used_graphs:
         bundle.graph(role)  # read and audited while there is one thread
+    bundle.check_weights_size()
     beside = Beside(lambda: _check_and_read_tokenizer(bundle))
     try:
         graphs = Graphs(bundle, chosen, threads=threads)
