@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from ..runtime.sampling import SamplingOptions
+    from ..runtime.sampling_options import SamplingOptions
 
 # Without a temperature the likeliest token is taken, and these would change nothing.
 _NEED_TEMPERATURE = ("top_k", "top_p", "min_p")
@@ -82,7 +82,7 @@ def sampling_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_sampling(values: dict[str, Any]) -> SamplingOptions:
-    from ..runtime.sampling import SamplingError, SamplingOptions
+    from ..runtime.sampling_options import SamplingError, SamplingOptions
 
     given = {field: value for field, value in values.items() if value not in (None, ())}
     if not given.get("temperature"):

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .loading import load as load
     from .model import Model as Model
     from .model import Result as Result
-    from .sampling import SamplingOptions as SamplingOptions
+    from .sampling_options import SamplingOptions as SamplingOptions
 
 _HOMES = {
     "Bundle": "bundle",
     "Model": "model",
     "Result": "model",
-    "SamplingOptions": "sampling",
+    "SamplingOptions": "sampling_options",
     "Statistics": "generate",
     "Step": "generate",
     "load": "loading",

@@ -55,5 +55,7 @@ def lacks_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError) or any(sign in str(error) for sign in _SIGNS):
             return True
+        if isinstance(error, SystemError) and free_address_space() is not None:
+            return True  # numpy's import says no more than that something failed
         error = error.__cause__ or error.__context__
     return False
