@@ -59,8 +59,8 @@ class Graphs:
         self._lock = threading.Lock()
         for role in bundle.manifest.used_graphs:
             bundle.graph(role)  # audited now: a fault shows at once
-        estimate = estimate_memory(bundle)
-        require_address_space(_SESSIONS + estimate.weights + estimate.packed, "loading the graphs")
+        # at least: weights are mapped piece by piece while they are packed, and what lacks then onnxruntime says itself
+        require_address_space(_SESSIONS + estimate_memory(bundle).packed, "loading the graphs")
         for role in ("encode", "prefill"):  # what every input goes through
             if role in bundle.manifest.graphs:
                 self.session(role)
