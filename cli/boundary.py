@@ -143,13 +143,15 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def _explain_foreign(error: BaseException) -> str:
+    from ..runtime.address_space import lacks_memory
+
     text = _one_line(str(error))
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         from ..runtime.extras import install_advice
 
         advice = install_advice(_EXTRAS[error.name])
         return f"{error.name} is not installed, and this command needs it; {advice}"
-    if isinstance(error, MemoryError) or "allocate memory" in text:  # torch raises a RuntimeError
+    if lacks_memory(error):  # torch raises a RuntimeError, an import an ImportError
         return _NO_MEMORY
     if isinstance(error, OSError):
         reason = error.strerror or text

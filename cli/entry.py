@@ -62,8 +62,17 @@ def group(ctx: click.Context) -> None:
         ctx.exit(2)
 
 
+def _spare_threads() -> None:
+    """Under `ulimit -v` numpy's OpenBLAS, which we hardly use, may get no memory for its threads, and complains for each."""
+    from ..runtime.address_space import free_address_space
+
+    if free_address_space() is not None:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def main() -> NoReturn:
     signal.signal(signal.SIGTERM, terminate)
+    _spare_threads()
     code = run_guarded(group, sys.argv[1:])
     if code == INTERRUPTED:
         os._exit(

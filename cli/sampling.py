@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from ..runtime.sampling import SamplingOptions
+    from ..runtime.sampling_options import SamplingOptions
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -78,7 +79,7 @@ def sampling_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_sampling(values: dict[str, Any]) -> SamplingOptions:
-    from ..runtime.sampling import DRAWING, SamplingError, SamplingOptions
+    from ..runtime.sampling_options import DRAWING, SamplingError, SamplingOptions
 
     given = {field: value for field, value in values.items() if value not in (None, ())}
     if not given.get("temperature"):
@@ -95,5 +96,6 @@ def make_sampling(values: dict[str, Any]) -> SamplingOptions:
     try:
         return SamplingOptions(**given)
     except SamplingError as error:
-        field, _, rest = str(error).partition(" ")  # "top_p is 2.0; it must be ..."
-        raise SamplingError(f"{_NAMES.get(field, field)} {rest}") from error
+        # "top_p is 2.0; it must be ...", "logit_bias[5] is 1e+39; ..."
+        line = re.sub(r"^\w+", lambda match: _NAMES.get(match[0], match[0]), str(error))
+        raise SamplingError(line) from error

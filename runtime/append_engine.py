@@ -17,7 +17,7 @@ from .device_choice import DeviceLogits
 from .encoder import Encoded
 from .engine import CHUNK, Graphs, HostLogits, IntArray, Logits, Row, Wiring, check_room
 from .inputs import Array, pad_left
-from .manifest import StateInfo
+from .manifest import BundleError, StateInfo
 from .session import NUMPY_DTYPES, Session, ort_device, ort_value
 
 _SHRINK_FROM = 128  # columns: a shorter prefill leaves little in the arena
@@ -141,6 +141,7 @@ class AppendEngine:
             [*[self._here] * len(carried), place, *[self._host] * len(extras)],
             shrink=shrink,
         )
+        self._check_columns(session, found[len(carried)].shape(), len(data))
         presents = iter(found)
         self._past = [
             past if state.growth == "fixed" else (next(presents), None)
@@ -148,6 +149,14 @@ class AppendEngine:
         ]
         self._mask = mask[:, :0] if self._wiring.new_mask else mask
         return found[len(carried) :]
+
+    def _check_columns(self, session: Session, shape: list[int], batch: int) -> None:
+        """What a graph says of its outputs, onnxruntime only warns of."""
+        if len(shape) != 3 or shape[0] != batch or shape[1] < 1 or shape[2] != self._wiring.size:
+            raise BundleError(
+                f"{session.info.file} gave {self._wiring.output} of the shape {shape}, "
+                f"expected [{batch}, 1 or more, {self._wiring.size}]"
+            )
 
     def _result(self, output: Any) -> Logits:
         B, T, V = output.shape()

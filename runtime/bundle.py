@@ -56,7 +56,11 @@ __all__ = [
 ]
 
 _BLOCK = 1 << 18  # bytes hashed at a time: they stay in the cache, and a longer buffer takes time to be made
-_SMALL_FILE = 1 << 30  # a graph or text file over this is not read into memory
+_LARGEST_MANIFEST = (
+    16 << 20
+)  # bytes; SmolLM2's has 0.2 MB, and as objects JSON takes up to 25 times as much memory
+_SMALL_FILES = 1 << 30  # of all files but the weights together: they are read into memory
+_PADDING = 16 << 20  # of the weights: less than 4096 bytes a tensor
 
 
 class BundleNotFoundError(InputError):
@@ -85,10 +89,29 @@ class Bundle:
     def open(cls, path: str | os.PathLike[str], *, check: bool = True) -> Bundle:
         """All is checked. `check=False` skips only the sha256 sums (0.7 s a GiB), not sizes, names or graphs."""
         bundle = cls.look(path, check=check)
-        bundle.check_sums()
         for role in bundle.manifest.graphs:
             bundle.graph(role)
+        bundle.check_weights_size()
+        bundle.check_sums()
         return bundle
+
+    def check_weights_size(self) -> None:
+        """Refuse weights that no graph asks for before a byte of them is read: a file of 1 TB costs nothing to make.
+
+        The graphs that were audited already are asked first; the others only if they do not explain the size.
+        """
+        weights = self.manifest.files.get(WEIGHTS)
+        if weights is None:
+            return
+        found = 0
+        for role in sorted(self.manifest.graphs, key=lambda role: role not in self._graphs):
+            found += self.summary(role).initializer_bytes
+            if weights.size <= found + _PADDING:
+                return
+        raise BundleError(
+            f"{self.path / WEIGHTS} has {weights.size:,} bytes, but the graphs' tensors take {found:,}; "
+            "copy or export it again"
+        )
 
     def check_sums(self) -> None:
         """Every file's sha256, unless the bundle was opened with `check=False`."""
@@ -142,7 +165,7 @@ def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not os.path.lexists(path):
         raise BundleNotFoundError(f"{folder} has no {MANIFEST}, so it is no bundle; `tfmx export` writes one")
-    if _plain_size(path) > _SMALL_FILE:
+    if _plain_size(path) > _LARGEST_MANIFEST:
         raise BundleError(f"{path} is too large to be a manifest")
     try:
         data = path.read_bytes()
@@ -157,7 +180,13 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _check_listing(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """All that is listed is there; the names of what else is, which nothing reads."""
+    """The files are those of the manifest, by name, kind and size (nothing is read yet); and the names of those that nothing reads."""
+    small = {name: info.size for name, info in manifest.files.items() if name != WEIGHTS}
+    if sum(small.values()) > _SMALL_FILES:
+        name = max(small, key=lambda name: small[name])
+        raise BundleError(
+            f"{folder / name} has {small[name]:,} bytes; the files beside {WEIGHTS} may have {_SMALL_FILES:,} together"
+        )
     for name, info in manifest.files.items():
         path = folder / name
         if not os.path.lexists(path):
@@ -183,8 +212,6 @@ def _plain_size(path: Path) -> int:
 
 
 def _read(path: Path, info: FileInfo, *, check: bool) -> bytes:
-    if info.size > _SMALL_FILE:
-        raise BundleError(f"{path} has {info.size} bytes, too large for a file of its kind")
     try:
         data = path.read_bytes()
     except OSError as error:

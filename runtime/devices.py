@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .. import InputError, TfmxError
+from .address_space import AddressSpaceError, lacks_memory, require_address_space
 from .extras import install_advice
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 DeviceName = Literal["cpu", "cuda", "auto"]
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_IMPORT = 64 << 20  # bytes of address space; with less than the 36 that it takes it complains on stderr
 _WARNING, _FATAL = 2, 4  # onnxruntime's log severities; failures reach us as exceptions, once
 _GQA = "com.microsoft.GroupQueryAttention"
 _TILES_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
@@ -94,9 +96,15 @@ def choose_device(wanted: DeviceName, bundle: Bundle | None = None) -> Device:
 
 def import_onnxruntime() -> Any:
     """The module `onnxruntime`, or an error that says what to install."""
+    if "onnxruntime" not in sys.modules:
+        require_address_space(_IMPORT, "onnxruntime")
     try:
         import onnxruntime
     except ImportError as error:
+        if lacks_memory(error):
+            raise AddressSpaceError(
+                f"there is not enough memory to load onnxruntime ({_one_line(error)})"
+            ) from error
         raise OnnxRuntimeMissingError(
             f"onnxruntime cannot be imported ({_one_line(error)}); {install_advice('cpu')}, "
             "with [cuda] instead for an NVIDIA GPU"

@@ -108,7 +108,7 @@ class Row:
 
     @property
     def end(self) -> int:
-        """How many tokens it will have at most, with the prompt's."""
+        """How many tokens it will have at most, with the prompt's; all but the last are run."""
         return len(self.prompt_ids) + self.limit
 
     def named(self, token_id: int, logprob: float) -> TokenLogprob:
@@ -118,16 +118,23 @@ class Row:
     def accept(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Add a token; gives the text that became final and whether the row is done."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids:
-            return self._rest(), "stop"
-        text, stopped = self.stop_texts.push(self.detokenizer.push(token_id) if self.detokenizer else "")
-        if stopped:
-            return text, "stop"
-        return (text + self._rest(), "length") if len(self.token_ids) >= self.limit else (text, None)
+        ended, text = token_id in self.stop_ids, ""
+        if not ended:
+            text, stopped = self.stop_texts.push(self.detokenizer.push(token_id) if self.detokenizer else "")
+            if stopped:
+                return text, "stop"
+            if len(self.token_ids) < self.limit:
+                return text, None
+        rest, stopped = self._rest()
+        return text + rest, "stop" if ended or stopped else "length"
 
-    def _rest(self) -> str:
+    def _rest(self) -> tuple[str, bool]:
+        """The text that was held back, and whether a stop text ends it."""
         text, stopped = self.stop_texts.push(self.detokenizer.flush() if self.detokenizer else "")
-        return text if stopped else text + self.stop_texts.flush()
+        if stopped:
+            return text, True
+        held, stopped = self.stop_texts.flush()
+        return text + held, stopped
 
 
 def make_row(
@@ -139,9 +146,7 @@ def make_row(
     tokenizer: Tokenizer | None,
     context: Sequence[int],
 ) -> Row:
-    room = max(
-        manifest.max_context - len(prompt_ids), 1
-    )  # a full context still has the logits of one more token
+    room = manifest.max_context - len(prompt_ids) + 1  # the last token is never run, so it needs no position
     own_stops = () if options.ignore_eos else manifest.generation.eos_token_ids
     return Row(
         index=index,

@@ -17,8 +17,14 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from .. import InputError
+from .address_space import require_address_space
 from .manifest import BundleError
 from .token_bytes import TokenBytes
+
+# Bytes of memory that `tokenizers` takes, measured at most: without them it aborts the process.
+_READING = 16  # for each of tokenizer.json (12 with 49,000 tokens)
+_ENCODING = 256  # for each character of a text (233 at 4 MB)
+_SPARE = 16 << 20
 
 
 class PromptError(InputError):
@@ -84,6 +90,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        require_address_space(_SPARE, "the tokenizer")
         return str(_guard(self._raw.decode, token_ids, skip_special))
 
     def _check_specials(self, ids: Sequence[int], expected: list[int]) -> None:
@@ -129,6 +136,7 @@ def _rename(content: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _parse(text: str) -> RawTokenizer:
+    require_address_space(_READING * len(text) + _SPARE, "reading the tokenizer")
     try:
         raw = RawTokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit):
@@ -141,6 +149,7 @@ def _parse(text: str) -> RawTokenizer:
 
 
 def _encode(raw: RawTokenizer, text: str, add_special: bool) -> Any:
+    require_address_space(_ENCODING * len(text) + _SPARE, "encoding the text")
     return _guard(raw.encode, text, None, False, add_special)  # no pair, not split into words
 
 
