@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from .audit.contracts import CONTRACTS
 from .audit.reading import Declared, Graph, Node, read_graph
 from .audit.walk import Walk, check_places
 from .manifest import BundleError, GraphInfo, TensorInfo
-from .audit.contracts import CONTRACTS
 from .wire import WireError
 
 # how many constant inputs, from the second on, a session may copy, pre-packed
@@ -77,9 +77,7 @@ def _check_values(found: list[Declared], side: str, expected: tuple[TensorInfo, 
 
 def _summary(graph: Graph) -> GraphSummary:
     sizes = {tensor.name: tensor.size for tensor in graph.tensors}
-    packable = {
-        name for node in graph.nodes for name in node.inputs[1 : 1 + _PACKED_OPS.get(node.op, 0)]
-    }
+    packable = {name for node in graph.nodes for name in node.inputs[1 : 1 + _PACKED_OPS.get(node.op, 0)]}
     return GraphSummary(
         ops=dict(sorted(Counter(node.op for node in graph.nodes).items())),
         opsets=graph.opsets,

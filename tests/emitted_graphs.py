@@ -5,19 +5,18 @@ Graphs are stitched and serialised as an export does it, without computing or wr
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from unittest import mock
 
-import onnx_ir as ir
 import torch
 from family_bundles import FAMILY, random_model
 from random_models import PLAIN, VARIANTS, random_decoder, random_source
 
-from tfmx.export import own_module, whole
+from tfmx.export import whole
 from tfmx.export.builder import serialised
 from tfmx.export.choice_graphs import sample_graph, select_graph
 from tfmx.export.layout import Target
@@ -60,7 +59,9 @@ class Emitted:
     longest: int  # sequence
 
 
-def emitted(source: Source, name: str, target: Target, opset: int, numbers: Numbers = AS_IT_IS) -> list[Emitted]:
+def emitted(
+    source: Source, name: str, target: Target, opset: int, numbers: Numbers = AS_IT_IS
+) -> list[Emitted]:
     """The graphs of one export."""
     graphs = source.graphs(target, opset, Silent(), numbers)
     if source.signature.generates:
@@ -159,20 +160,16 @@ def own_modules(precision: Precision, opsets: list[int]) -> Iterator[Emitted]:
             yield from emitted(source, f"own module, {target}, {precision}, opset {opset}", target, opset)
 
 
-class _traced_once:
+@contextlib.contextmanager
+def _traced_once() -> Iterator[None]:
     """A model's trace is the same for both targets and all opsets, and nearly all the time that it takes."""
+    found: list[object] = []
+    trace = whole.trace_pieces
 
-    def __enter__(self) -> None:
-        found: list[object] = []
-        trace = whole.trace_pieces
+    def once(*arguments: object) -> object:
+        if not found:
+            found.append(trace(*arguments))  # type: ignore[arg-type]
+        return found[0]
 
-        def once(*arguments: object) -> object:
-            if not found:
-                found.append(trace(*arguments))  # type: ignore[arg-type]
-            return found[0]
-
-        self._patch = mock.patch.object(whole, "trace_pieces", once)
-        self._patch.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.stop()
+    with mock.patch.object(whole, "trace_pieces", once):
+        yield

@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import CONTEXT, tiny_model, tiny_weights
 
+from tfmx.runtime.audit.contracts import OPS
 from tfmx.runtime.bundle import BundleError, GraphInfo, TensorInfo
 from tfmx.runtime.graph_audit import audit_graph
-from tfmx.runtime.audit.contracts import OPS
 from tfmx.runtime.wire import WireError, read_message
 
 WEIGHTS = tiny_weights()
@@ -326,7 +326,8 @@ def test_an_lstm_passes_and_its_matrices_are_counted_as_packed():
 
 def test_an_lstm_with_other_activations_is_refused():
     with pytest.raises(
-        BundleError, match=r"node cells \(LSTM\): the attribute activations = \('Sigmoid', 'Affine', 'Tanh'\), wanted Sigmoid "
+        BundleError,
+        match=r"node cells \(LSTM\): the attribute activations = \('Sigmoid', 'Affine', 'Tanh'\), wanted Sigmoid ",
     ):
         audit(*lstm(activations=["Sigmoid", "Affine", "Tanh"]))
 

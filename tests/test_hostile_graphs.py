@@ -27,7 +27,9 @@ def const(value: object, dtype: type[np.generic] = np.float32) -> np.ndarray:
     return np.asarray(value, dtype)
 
 
-def node(op: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: object) -> onnx.NodeProto:
+def node(
+    op: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: object
+) -> onnx.NodeProto:
     return helper.make_node(op, inputs, outputs, "planted", domain=domain, **attributes)
 
 
@@ -186,7 +188,9 @@ def test_slots_of_the_cache_that_no_token_was_written_to_hold_nothing(tmp_path: 
     path = folder / "prefill.onnx"
     model = onnx.load(path, load_external_data=False)
     graph, last = model.graph, model.graph.node.pop()
-    graph.node.append(helper.make_node("ReduceMax", ["past_key_values.0.key"], ["most"], "reads it all", keepdims=0))
+    graph.node.append(
+        helper.make_node("ReduceMax", ["past_key_values.0.key"], ["most"], "reads it all", keepdims=0)
+    )
     graph.node.append(helper.make_node("Add", [last.input[0], "most"], [last.output[0]], "shows it"))
     path.write_bytes(model.SerializeToString())
     write_manifest(folder, dataclasses.replace(manifest, files=list_files(folder)))
@@ -194,7 +198,11 @@ def test_slots_of_the_cache_that_no_token_was_written_to_hold_nothing(tmp_path: 
     for fill in ("85", "170"):  # what malloc writes into memory that it gives
         environment = os.environ | {"MALLOC_PERTURB_": fill}
         done = subprocess.run(
-            [sys.executable, "-c", SHOW, str(folder)], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", SHOW, str(folder)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         shown.add(done.stdout)

@@ -26,7 +26,7 @@ TYPES = {
 }
 
 
-class Refused(Exception):
+class ContractError(Exception):
     """What was found in a node, and what was wanted."""
 
 
@@ -145,21 +145,23 @@ def check_inputs(wanted: Contract, inputs: Sequence[Value | None]) -> dict[str, 
     """The dtype that each set of the signature stands for here."""
     if not wanted.least_inputs <= len(inputs) <= wanted.most_inputs:
         most = wanted.most_inputs
-        raise Refused(f"{len(inputs)} inputs, wanted {wanted.least_inputs} to {most}")
+        raise ContractError(f"{len(inputs)} inputs, wanted {wanted.least_inputs} to {most}")
     bound: dict[str, str] = {}
     for index, value in enumerate(inputs):
         slot = wanted.inputs[min(index, len(wanted.inputs) - 1)]
         if value is None:
             if not slot.is_optional:
-                raise Refused(f"input {slot.name} is absent, wanted a tensor")
+                raise ContractError(f"input {slot.name} is absent, wanted a tensor")
             continue
         types = TYPES[slot.types.rstrip("23") if slot.types[0].isupper() else slot.types]
         if value.dtype not in types:
-            raise Refused(f"input {slot.name} is {value.dtype}, wanted {' or '.join(sorted(types))}")
+            raise ContractError(f"input {slot.name} is {value.dtype}, wanted {' or '.join(sorted(types))}")
         if bound.setdefault(slot.types, value.dtype) != value.dtype:
-            raise Refused(f"input {slot.name} is {value.dtype}, wanted {bound[slot.types]} as the others")
+            raise ContractError(
+                f"input {slot.name} is {value.dtype}, wanted {bound[slot.types]} as the others"
+            )
         if slot.is_constant and not value.is_constant:
-            raise Refused(f"input {slot.name} is computed, wanted a constant of the graph")
+            raise ContractError(f"input {slot.name} is computed, wanted a constant of the graph")
     return bound
 
 
@@ -169,12 +171,12 @@ def check_attributes(wanted: Contract, found: dict[str, Any]) -> dict[str, Any]:
         kind = wanted.attributes.get(name)
         shown = value.decode(errors="replace") if isinstance(value, bytes) else value
         if kind is None:
-            raise Refused(f"the attribute {name} = {str(shown)[:80]}, wanted none of that name")
+            raise ContractError(f"the attribute {name} = {str(shown)[:80]}, wanted none of that name")
         if type(value) is not kind.kind or not kind.fits(value):
-            raise Refused(f"the attribute {name} = {str(shown)[:80]}, wanted {kind.wanted}")
+            raise ContractError(f"the attribute {name} = {str(shown)[:80]}, wanted {kind.wanted}")
     for name, kind in wanted.attributes.items():
         if name not in found and kind.default is REQUIRED:
-            raise Refused(f"no attribute {name}, wanted {kind.wanted}")
+            raise ContractError(f"no attribute {name}, wanted {kind.wanted}")
     return {name: found.get(name, kind.default) for name, kind in wanted.attributes.items()}
 
 
@@ -185,12 +187,14 @@ def check_outputs(
     least = sum(not slot.is_optional for slot in wanted.outputs)
     is_many = wanted.outputs[-1].is_many
     if not least <= len(outputs) <= (64 if is_many else len(wanted.outputs)):
-        raise Refused(f"{len(outputs)} outputs, wanted {least} to {'64' if is_many else len(wanted.outputs)}")
+        raise ContractError(
+            f"{len(outputs)} outputs, wanted {least} to {'64' if is_many else len(wanted.outputs)}"
+        )
     dtypes = []
     for index, name in enumerate(outputs):
         slot = wanted.outputs[min(index, len(wanted.outputs) - 1)]
         if not name and not slot.is_optional:
-            raise Refused(f"no output {slot.name}, wanted one")
+            raise ContractError(f"no output {slot.name}, wanted one")
         if slot.types == "@to":
             dtypes.append(DTYPES[attributes["to"]])
         elif slot.types == "@value":
@@ -211,33 +215,33 @@ def show(shape: Shape) -> str:
 def axis_of(axis: int, rank: int) -> int:
     """An axis counted from the front."""
     if not -rank <= axis < rank:
-        raise Refused(f"axis {axis} of {rank} dimensions, wanted {-rank} to {rank - 1}")
+        raise ContractError(f"axis {axis} of {rank} dimensions, wanted {-rank} to {rank - 1}")
     return axis + rank if axis < 0 else axis
 
 
 def want_rank(value: Value, name: str, *ranks: int) -> Shape:
     if len(value.shape) not in ranks:
         wanted = " or ".join(map(str, ranks))
-        raise Refused(f"{name} has the shape {show(value.shape)}, wanted {wanted} dimensions")
+        raise ContractError(f"{name} has the shape {show(value.shape)}, wanted {wanted} dimensions")
     return value.shape
 
 
 def want_shape(value: Value, name: str, wanted: Shape) -> None:
     """Every dimension is known and the same."""
     if value.shape != wanted or None in wanted:
-        raise Refused(f"{name} has the shape {show(value.shape)}, wanted {show(wanted)}")
+        raise ContractError(f"{name} has the shape {show(value.shape)}, wanted {show(wanted)}")
 
 
 def want_same(found: Dim, wanted: Dim, what: str) -> None:
     """Known dimensions are the same; what hangs on data, onnxruntime compares when it runs."""
     if found is not None and wanted is not None and found != wanted:
-        raise Refused(f"{what} is {found}, wanted {wanted}")
+        raise ContractError(f"{what} is {found}, wanted {wanted}")
 
 
 def want_elements(value: Value, name: str) -> Elements:
     """Integers that are known, in a list or alone."""
     if value.elements is None or None in value.elements:
-        raise Refused(f"{name} hangs on data, wanted numbers that are known")
+        raise ContractError(f"{name} hangs on data, wanted numbers that are known")
     return value.elements
 
 
@@ -245,7 +249,7 @@ def want_integers(value: Value, name: str) -> list[int]:
     elements = want_elements(value, name)
     found = [element for element in elements if isinstance(element, int)]
     if len(found) != len(elements):
-        raise Refused(f"{name} is {show(elements)}, wanted plain numbers")
+        raise ContractError(f"{name} is {show(elements)}, wanted plain numbers")
     return found
 
 
@@ -265,4 +269,4 @@ def _joined(a: Dim, b: Dim, shapes: Sequence[Shape]) -> Dim:
         return b
     if a is None or b is None:
         return a if isinstance(a, int) else b if isinstance(b, int) else None
-    raise Refused(f"inputs of the shapes {' and '.join(map(show, shapes))}, wanted ones that broadcast")
+    raise ContractError(f"inputs of the shapes {' and '.join(map(show, shapes))}, wanted ones that broadcast")

@@ -56,7 +56,9 @@ def _reduction(name: str, why: str = "", *, axes_are_input_from: int = 18) -> di
     return {name: [newer, older] if axes_are_input_from > 17 else [newer]}
 
 
-def _norm(name: str, line: str, stash: Attribute, why: str = "", opsets: range = range(17, 25)) -> dict[str, list[Contract]]:
+def _norm(
+    name: str, line: str, stash: Attribute, why: str = "", opsets: range = range(17, 25)
+) -> dict[str, list[Contract]]:
     attributes = {"axis": whole(-1, 7, -1), "epsilon": _EPSILON, "stash_type": stash}
     return {name: [contract(line, reduction.layer_norm, attributes, opsets=opsets, why=why)]}
 
@@ -121,7 +123,12 @@ _MATRIX = {
         contract(
             "A:F B:F C?:F -> y:F",
             reduction.general_product,
-            {"transA": _FLAG0, "transB": _FLAG0, "alpha": number(-1e4, 1e4, 1.0), "beta": number(-1e4, 1e4, 1.0)},
+            {
+                "transA": _FLAG0,
+                "transB": _FLAG0,
+                "alpha": number(-1e4, 1e4, 1.0),
+                "beta": number(-1e4, 1e4, 1.0),
+            },
             why=_OWN,
         )
     ],
@@ -181,7 +188,9 @@ _MATRIX = {
                 "activations": Attribute(
                     tuple,
                     "Sigmoid and twice Sigmoid or Tanh",
-                    lambda names: len(names) == 3 and names[0] == "Sigmoid" and {*names} <= {"Sigmoid", "Tanh"},
+                    lambda names: (
+                        len(names) == 3 and names[0] == "Sigmoid" and {*names} <= {"Sigmoid", "Tanh"}
+                    ),
                     ("Sigmoid", "Tanh", "Tanh"),
                 ),
                 "direction": one_of(b"forward", default=b"forward"),
@@ -253,7 +262,9 @@ _SHAPE = {
     "Identity": [contract("x:A -> y:A", each.kept)],
     "Range": [contract("start:I limit:I delta:I -> y:I", shape.counted, why=_OWN)],
     "Reshape": [contract("x:A shape:int64 -> y:A", shape.reshaped, {"allowzero": _FLAG0})],
-    "Shape": [contract("x:A -> y:int64", each.lengths, {"start": whole(-8, 7, 0), "end": whole(-8, 8, None)})],
+    "Shape": [
+        contract("x:A -> y:int64", each.lengths, {"start": whole(-8, 7, 0), "end": whole(-8, 8, None)})
+    ],
     "Size": [contract("x:A -> y:int64", each.count, why=_OWN)],
     "Squeeze": [contract("x:A axes?!:int64 -> y:A", shape.squeezed)],
     "Unsqueeze": [contract("x:A axes!:int64 -> y:A", shape.unsqueezed)],
@@ -263,7 +274,13 @@ _MOVEMENT = {
     "Gather": [contract("x:A indices:I -> y:A", gather.gathered, {"axis": whole(-8, 7, 0)})],
     "GatherElements": [contract("x:A indices:I -> y:A", gather.gathered_elements, {"axis": whole(-8, 7, 0)})],
     "GatherND": [contract("x:A indices:int64 -> y:A", gather.gathered_nd, {"batch_dims": whole(0, 7, 0)})],
-    "Pad": [contract("x:A pads!:int64 value?:A -> y:A", shape.padded, {"mode": one_of(b"constant", default=b"constant")})],
+    "Pad": [
+        contract(
+            "x:A pads!:int64 value?:A -> y:A",
+            shape.padded,
+            {"mode": one_of(b"constant", default=b"constant")},
+        )
+    ],
     "ScatterElements": [
         contract(
             "x:A indices:I updates:A -> y:A",
@@ -281,9 +298,7 @@ _MOVEMENT = {
     ],
     "Slice": [contract("x:A starts:I ends:I axes?!:I steps?!:I -> y:A", gather.sliced)],
     "Split": [
-        contract(
-            "x:A split?!:int64 -> y*:A", shape.split, {"axis": whole(-8, 7, 0)}, opsets=_BEFORE_18
-        ),
+        contract("x:A split?!:int64 -> y*:A", shape.split, {"axis": whole(-8, 7, 0)}, opsets=_BEFORE_18),
         contract(
             "x:A split?!:int64 -> y*:A",
             shape.split,

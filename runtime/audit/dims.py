@@ -6,6 +6,7 @@ equal to nothing. Symbols are lengths, so none is negative, and each has a least
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 Monomial = tuple["Atom", ...]
@@ -191,9 +192,7 @@ def _least(dim: Known) -> int:
 def _smallest(dim: Symbolic) -> int:
     total = 0
     for atoms, factor in dim.terms:
-        for atom in atoms:
-            factor *= atom.least
-        total += factor
+        total += factor * math.prod(atom.least for atom in atoms)
     return total
 
 
@@ -227,7 +226,7 @@ def _terms(dim: Known) -> tuple[tuple[Monomial, int], ...]:
 def _polynomial(terms: dict[Monomial, int]) -> Dim:
     kept = sorted(
         ((atoms, factor) for atoms, factor in terms.items() if factor),
-        key=lambda term: ([atom.name for atom in term[0]] or ["~"]),  # the plain number last
+        key=lambda term: [atom.name for atom in term[0]] or ["~"],  # the plain number last
     )
     if not kept:
         return 0

@@ -52,7 +52,15 @@ _DIM: Schema = {1: ("value", "int"), 2: ("param", "text"), 3: ("denotation", "te
 DTYPES = {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 9: "bool", 10: "float16"}
 _ITEM_SIZES = {"float32": 4, "uint8": 1, "int8": 1, "int32": 4, "int64": 8, "bool": 1, "float16": 2}
 _EXTERNAL = 1  # TensorProto.DataLocation
-_KINDS = {"f": 1, "i": 2, "s": 3, "t": 4, "floats": 6, "ints": 7, "strings": 8}  # AttributeProto.AttributeType
+_KINDS = {
+    "f": 1,
+    "i": 2,
+    "s": 3,
+    "t": 4,
+    "floats": 6,
+    "ints": 7,
+    "strings": 8,
+}  # AttributeProto.AttributeType
 _FEW = 64  # integers: a longer constant is no shape, and need not be known
 
 _Type = tuple[str, tuple[int | str, ...]]
@@ -143,7 +151,9 @@ def read_attribute(data: bytes) -> tuple[str, AttributeValue]:
     kinds = [kind for kind in _KINDS if attribute.has(kind)]
     kind = kinds[0] if kinds else "ints"  # an empty list is not written
     if len(kinds) > 1 or attribute.number("type") != _KINDS[kind]:
-        raise WireError(f"attribute {name!r} holds {' and '.join(kinds) or 'nothing'}, not what its type says")
+        raise WireError(
+            f"attribute {name!r} holds {' and '.join(kinds) or 'nothing'}, not what its type says"
+        )
     match kind:
         case "i":
             return name, attribute.number("i")

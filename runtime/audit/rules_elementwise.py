@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .contract import Call, Elements, Made, Refused, Value, broadcast, want_rank
+from .contract import Call, ContractError, Elements, Made, Value, broadcast, want_rank
 from .dims import Dim, add, floor_quotient, is_at_least, maximum, minimum, multiply, subtract
 
 _Arithmetic = Callable[[Dim, Dim], Dim]
@@ -75,7 +75,7 @@ def divided(call: Call) -> Sequence[Made]:
 def remainder(call: Call) -> Sequence[Made]:
     is_float = call.given(0).dtype.startswith("float")
     if call.attributes["fmod"] != int(is_float):
-        raise Refused(f"the attribute fmod = {call.attributes['fmod']} for {call.given(0).dtype}")
+        raise ContractError(f"the attribute fmod = {call.attributes['fmod']} for {call.given(0).dtype}")
     _check_divisor(call)
     return broadcasting(call)
 
@@ -86,7 +86,7 @@ def _check_divisor(call: Call) -> None:
     if divisor.dtype.startswith("float"):
         return
     if divisor.elements is None or not all(is_at_least(element, 1) for element in divisor.elements):
-        raise Refused("divides whole numbers by what may be 0 or -1, wanted numbers above 0")
+        raise ContractError("divides whole numbers by what may be 0 or -1, wanted numbers above 0")
 
 
 def chosen(call: Call) -> Sequence[Made]:

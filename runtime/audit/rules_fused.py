@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .contract import Call, Made, Refused, show, want_rank, want_shape
+from .contract import Call, ContractError, Made, show, want_rank, want_shape
 from .dims import is_at_least
 
 _GATES = 4
@@ -18,7 +18,9 @@ def block_product(call: Call) -> Sequence[Made]:
     assert scales is not None
     K, N, bits, block = (call.attributes[name] for name in ("K", "N", "bits", "block_size"))
     if K % block or not x.shape or x.shape[-1] != K:
-        raise Refused(f"x {show(x.shape)} and K = {K} in blocks of {block}, wanted whole blocks of its last axis")
+        raise ContractError(
+            f"x {show(x.shape)} and K = {K} in blocks of {block}, wanted whole blocks of its last axis"
+        )
     n_blocks = K // block
     want_shape(codes, "codes", (N, n_blocks, block * bits // 8))
     if scales.shape != (N * n_blocks,):
@@ -28,7 +30,7 @@ def block_product(call: Call) -> Sequence[Made]:
         if zeros.shape != (N * packed,):
             want_shape(zeros, "zeros", (N, packed))
     if groups is not None:
-        raise Refused("an input g_idx, wanted none")
+        raise ContractError("an input g_idx, wanted none")
     if bias is not None:
         want_shape(bias, "bias", (N,))
     return [Made((*x.shape[:-1], N))]
@@ -43,7 +45,7 @@ def block_rows(call: Call) -> Sequence[Made]:
     bits, block = call.attributes["bits"], call.attributes["block_size"]
     rows, size = want_rank(codes, "codes", 2)
     if not isinstance(rows, int) or not isinstance(size, int) or size * 8 // bits % block:
-        raise Refused(f"codes {show(codes.shape)} in blocks of {block}, wanted whole blocks")
+        raise ContractError(f"codes {show(codes.shape)} in blocks of {block}, wanted whole blocks")
     width = size * 8 // bits
     want_shape(scales, "scales", (rows, width // block))
     if zeros is not None:
@@ -62,13 +64,22 @@ def cached_attention(call: Call) -> Sequence[Made]:
     assert total is not None
     B, T, width = want_rank(query, "query", 3)
     if H % H_kv:
-        raise Refused(f"{H} heads over {H_kv}, wanted a multiple")
+        raise ContractError(f"{H} heads over {H_kv}, wanted a multiple")
     heads = H + 2 * H_kv if key is None else H
-    if not isinstance(width, int) or width % heads or (width // heads) % 8 or not width or B is None or T is None:
-        raise Refused(f"query {show(query.shape)} for {heads} heads, wanted a multiple of 8 numbers in each")
+    if (
+        not isinstance(width, int)
+        or width % heads
+        or (width // heads) % 8
+        or not width
+        or B is None
+        or T is None
+    ):
+        raise ContractError(
+            f"query {show(query.shape)} for {heads} heads, wanted a multiple of 8 numbers in each"
+        )
     D = width // heads
     if (key is None) != (value is None):
-        raise Refused("key or value is absent, wanted both or none")
+        raise ContractError("key or value is absent, wanted both or none")
     for name, part in (("key", key), ("value", value)):
         if part is not None:
             want_shape(part, name, (B, T, H_kv * D))
@@ -76,14 +87,14 @@ def cached_attention(call: Call) -> Sequence[Made]:
     want_shape(past_key, "past_key", (B, H_kv, capacity, D))
     want_shape(past_value, "past_value", (B, H_kv, capacity, D))
     if past_key.dtype != past_value.dtype:
-        raise Refused(f"past_value is {past_value.dtype}, wanted {past_key.dtype} as past_key")
+        raise ContractError(f"past_value is {past_value.dtype}, wanted {past_key.dtype} as past_key")
     want_shape(seqlens_k, "seqlens_k", (B,))
     want_shape(total, "total_sequence_length", () if total.shape == () else (1,))
     _check_rotary(call, D)
     _check_scales(call, H_kv, D, past_key.dtype, query.dtype)
     for index in (9, 10, 11):  # position_ids, attention_bias, head_sink
         if call.get(index) is not None:
-            raise Refused(f"input {index}, wanted none there")
+            raise ContractError(f"input {index}, wanted none there")
     return [Made((B, T, H * D)), Made(past_key.shape), Made(past_value.shape)]
 
 
@@ -91,13 +102,15 @@ def _check_rotary(call: Call, D: int) -> None:
     cos, sin = call.get(7), call.get(8)
     if not call.attributes["do_rotary"]:
         if cos is not None or sin is not None:
-            raise Refused("cos or sin without do_rotary, wanted none")
+            raise ContractError("cos or sin without do_rotary, wanted none")
         return
     if cos is None or sin is None:
-        raise Refused("do_rotary without cos and sin, wanted both")
+        raise ContractError("do_rotary without cos and sin, wanted both")
     rows, half = want_rank(cos, "cos", 2)
     if not isinstance(rows, int) or not isinstance(half, int) or half % 8 or not 0 < 2 * half <= D:
-        raise Refused(f"cos has the shape {show(cos.shape)} for heads of {D}, wanted 8 n columns, at most {D // 2}")
+        raise ContractError(
+            f"cos has the shape {show(cos.shape)} for heads of {D}, wanted 8 n columns, at most {D // 2}"
+        )
     want_shape(sin, "sin", cos.shape)
 
 
@@ -108,12 +121,14 @@ def _check_scales(call: Call, H_kv: int, D: int, cache: str, computed: str) -> N
     rounded = (b"PER_CHANNEL", b"PER_CHANNEL", 8) if is_int8 else (None, None, None)
     kinds = tuple(call.attributes[name] for name in ("k_quant_type", "v_quant_type", "kv_cache_bit_width"))
     if kinds != rounded:
-        raise Refused(f"a cache of {cache} with k_quant_type, v_quant_type, kv_cache_bit_width = {kinds}")
+        raise ContractError(
+            f"a cache of {cache} with k_quant_type, v_quant_type, kv_cache_bit_width = {kinds}"
+        )
     if not is_int8 and cache != computed:
-        raise Refused(f"a cache of {cache}, wanted {computed} as the query")
+        raise ContractError(f"a cache of {cache}, wanted {computed} as the query")
     for name, scale in zip(names, (call.get(12), call.get(13)), strict=True):
         if (scale is not None) != is_int8:
-            raise Refused(f"{name} is {'there' if scale else 'absent'} for a cache of {cache}")
+            raise ContractError(f"{name} is {'there' if scale else 'absent'} for a cache of {cache}")
         if scale is not None:
             want_shape(scale, name, (1, H_kv, 1, D))
 
@@ -127,9 +142,9 @@ def recurrent(call: Call) -> Sequence[Made]:
     T, B, width = want_rank(x, "x", 3)
     N = call.attributes["hidden_size"]
     if not (is_at_least(T, 1) and is_at_least(B, 1)):
-        raise Refused(f"x has the shape {show(x.shape)}, wanted a step and a row or more")
+        raise ContractError(f"x has the shape {show(x.shape)}, wanted a step and a row or more")
     if not isinstance(width, int) or width < 1:
-        raise Refused(f"x has the shape {show(x.shape)}, wanted a width that is known")
+        raise ContractError(f"x has the shape {show(x.shape)}, wanted a width that is known")
     want_shape(w, "W", (1, _GATES * N, width))
     want_shape(r, "R", (1, _GATES * N, N))
     if bias is not None:
@@ -140,5 +155,3 @@ def recurrent(call: Call) -> Sequence[Made]:
         if state is not None:
             want_shape(state, name, (1, B, N))
     return [Made((T, 1, B, N)), Made((1, B, N)), Made((1, B, N))]
-
-

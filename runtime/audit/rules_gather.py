@@ -9,15 +9,13 @@ from collections.abc import Sequence
 
 from .contract import (
     Call,
+    ContractError,
     Made,
-    Refused,
     Value,
     axis_of,
     show,
-    want_elements,
     want_integers,
     want_same,
-    want_shape,
 )
 from .dims import Dim, Shape, add, is_at_least, maximum, minimum, subtract
 
@@ -33,11 +31,11 @@ def gathered(call: Call) -> Sequence[Made]:
     if places is not None and isinstance(length, int):
         for place in places:
             if isinstance(place, int) and not -length <= place < length:
-                raise Refused(f"index {place} of {length}, wanted one below it")
-    known = data.elements is not None and len(data.shape) == 1 and places is not None
+                raise ContractError(f"index {place} of {length}, wanted one below it")
     elements = None
-    if known and all(isinstance(place, int) for place in places or ()):
-        elements = tuple(data.elements[place] for place in places)  # type: ignore[index,misc,union-attr]
+    if data.elements is not None and places is not None and len(data.shape) == 1:
+        plain = [place for place in places if isinstance(place, int)]
+        elements = tuple(data.elements[place] for place in plain) if len(plain) == len(places) else None
     return [Made(shape, elements if len(shape) <= 1 else None)]
 
 
@@ -57,15 +55,17 @@ def _want_inside(data: Shape, indices: Shape, axis: int) -> None:
     """Indices have as many dimensions, none longer but that of the axis."""
     axis = axis_of(axis, len(data))
     if len(indices) != len(data):
-        raise Refused(f"indices {show(indices)} into {show(data)}, wanted as many dimensions")
+        raise ContractError(f"indices {show(indices)} into {show(data)}, wanted as many dimensions")
     for index, (found, limit) in enumerate(zip(indices, data, strict=True)):
         if index != axis and not is_at_least(limit, found):
-            raise Refused(f"indices {show(indices)} into {show(data)}, wanted none longer at axis {index}")
+            raise ContractError(
+                f"indices {show(indices)} into {show(data)}, wanted none longer at axis {index}"
+            )
 
 
 def _want_fit(found: Shape, wanted: Shape, name: str) -> None:
     if len(found) != len(wanted):
-        raise Refused(f"{name} has the shape {show(found)}, wanted {show(wanted)}")
+        raise ContractError(f"{name} has the shape {show(found)}, wanted {show(wanted)}")
     for index, (dim, limit) in enumerate(zip(found, wanted, strict=True)):
         want_same(dim, limit, f"axis {index} of {name} {show(found)}")
 
@@ -74,13 +74,13 @@ def _depth(data: Shape, indices: Shape, batch_dims: int) -> int:
     """How many axes of the data an index is for."""
     depth = indices[-1] if indices else None
     if not isinstance(depth, int) or not 1 <= depth <= len(data) - batch_dims or batch_dims >= len(indices):
-        raise Refused(
+        raise ContractError(
             f"indices {show(indices)} into {show(data)} behind {batch_dims} axes of the batch, "
             "wanted a place in what is left"
         )
     for index in range(batch_dims):
         if indices[index] is None or indices[index] != data[index]:
-            raise Refused(f"indices {show(indices)} into {show(data)}, wanted the same axis {index}")
+            raise ContractError(f"indices {show(indices)} into {show(data)}, wanted the same axis {index}")
     return depth
 
 
@@ -103,12 +103,14 @@ def sliced(call: Call) -> Sequence[Made]:
     axes_input, steps_input = call.get(3), call.get(4)
     count = starts.shape[0] if len(starts.shape) == 1 else None
     if not isinstance(count, int) or starts.shape != ends.shape:
-        raise Refused(f"starts {show(starts.shape)} and ends {show(ends.shape)}, wanted as many of each")
+        raise ContractError(
+            f"starts {show(starts.shape)} and ends {show(ends.shape)}, wanted as many of each"
+        )
     listed = list(range(count)) if axes_input is None else want_integers(axes_input, "axes")
     steps = [1] * count if steps_input is None else want_integers(steps_input, "steps")
     axes = [axis_of(axis, len(value.shape)) for axis in listed]
     if len(set(axes)) != count or len(axes) != count or len(steps) != count or 0 in steps:
-        raise Refused(f"axes {listed} in steps of {steps}, wanted each axis once and no step of 0")
+        raise ContractError(f"axes {listed} in steps of {steps}, wanted each axis once and no step of 0")
     shape = list(value.shape)
     for index, (axis, step) in enumerate(zip(axes, steps, strict=True)):
         start, end = (part.elements[index] if part.elements else None for part in (starts, ends))
@@ -131,8 +133,9 @@ def _part(value: Value, starts: Value, ends: Value, step: int) -> tuple[Dim, ...
 
 def _length(start: Dim, end: Dim, step: int, dim: Dim) -> Dim:
     if step != 1:
-        plain = isinstance(start, int) and isinstance(end, int) and isinstance(dim, int)
-        return len(range(dim)[start:end:step]) if plain and step > 0 else None  # type: ignore[arg-type,misc]
+        if isinstance(start, int) and isinstance(end, int) and isinstance(dim, int) and step > 0:
+            return len(range(dim)[start:end:step])
+        return None
     found = subtract(_place(end, dim), _place(start, dim))
     if found is None or is_at_least(found, 0):
         return found
@@ -150,5 +153,3 @@ def _place(bound: Dim, dim: Dim) -> Dim:
     if is_at_least(-1, bound):
         return maximum(add(dim, bound), 0)
     return minimum(bound, dim) if is_at_least(bound, 0) else None
-
-

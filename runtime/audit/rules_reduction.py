@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from .contract import (
     Call,
+    ContractError,
     Made,
-    Refused,
     Value,
     axis_of,
     broadcast,
@@ -32,14 +32,14 @@ def extreme_place(call: Call) -> Sequence[Made]:
     shape = call.given(0).shape
     axis = axis_of(call.attributes["axis"], len(shape))
     if not is_at_least(shape[axis], 1):
-        raise Refused(f"axis {axis} of {show(shape)}, wanted one that has an element")
+        raise ContractError(f"axis {axis} of {show(shape)}, wanted one that has an element")
     return _without(shape, [axis], keeps=call.attributes["keepdims"] == 1)
 
 
 def _without(shape: Shape, listed: Sequence[int] | None, *, keeps: bool) -> Sequence[Made]:
     axes = [axis_of(axis, len(shape)) for axis in (listed or range(len(shape)))]
     if len(set(axes)) != len(axes):
-        raise Refused(f"axes {list(listed or ())}, wanted each once")
+        raise ContractError(f"axes {list(listed or ())}, wanted each once")
     if keeps:
         return [Made(tuple(1 if index in axes else dim for index, dim in enumerate(shape)))]
     return [Made(tuple(dim for index, dim in enumerate(shape) if index not in axes))]
@@ -66,7 +66,7 @@ def best(call: Call) -> Sequence[Made]:
     want_shape(k, "k", (1,))
     wanted = None if k.elements is None else k.elements[0]
     if wanted is not None and not (is_at_least(wanted, 1) and is_at_least(shape[axis], wanted)):
-        raise Refused(f"the best {wanted} of {shape[axis]}, wanted 1 to that many")
+        raise ContractError(f"the best {wanted} of {shape[axis]}, wanted 1 to that many")
     return [Made((*shape[:axis], wanted, *shape[axis + 1 :]))] * 2
 
 
@@ -82,7 +82,9 @@ def layer_norm(call: Call) -> Sequence[Made]:
 
 def want_last_axis(call: Call, rank: int) -> None:
     if not rank or axis_of(call.attributes["axis"], rank) != rank - 1:
-        raise Refused(f"the attribute axis = {call.attributes['axis']} of {rank} dimensions, wanted the last")
+        raise ContractError(
+            f"the attribute axis = {call.attributes['axis']} of {rank} dimensions, wanted the last"
+        )
 
 
 def skip_norm(call: Call) -> Sequence[Made]:
@@ -90,7 +92,7 @@ def skip_norm(call: Call) -> Sequence[Made]:
     x, skip, scale = (call.given(index) for index in range(3))
     shape = want_rank(x, "x", 2, 3)
     if None in shape[-1:] or skip.shape != shape:
-        raise Refused(f"skip has the shape {show(skip.shape)}, wanted {show(shape)} as x")
+        raise ContractError(f"skip has the shape {show(skip.shape)}, wanted {show(shape)} as x")
     want_shape(scale, "scale", shape[-1:])
     return [Made(shape)] * 4
 
@@ -99,7 +101,7 @@ def product(call: Call) -> Sequence[Made]:
     """MatMul."""
     a, b = call.given(0).shape, call.given(1).shape
     if not a or not b:
-        raise Refused(f"a product of {show(a)} and {show(b)}, wanted a dimension in each")
+        raise ContractError(f"a product of {show(a)} and {show(b)}, wanted a dimension in each")
     left: Shape = a if len(a) > 1 else (1, *a)
     right: Shape = b if len(b) > 1 else (*b, 1)
     want_same(left[-1], right[-2], f"the inner dimension of {show(a)} and {show(b)}")
@@ -123,7 +125,8 @@ def general_product(call: Call) -> Sequence[Made]:
 
 def _want_fits(added: Value, shape: Shape) -> None:
     if len(added.shape) > 2 or any(
-        dim not in {1, wanted}
-        for dim, wanted in zip(added.shape[::-1], shape[::-1], strict=False)
+        dim not in {1, wanted} for dim, wanted in zip(added.shape[::-1], shape[::-1], strict=False)
     ):
-        raise Refused(f"C has the shape {show(added.shape)}, wanted one that broadcasts to {show(shape)}")
+        raise ContractError(
+            f"C has the shape {show(added.shape)}, wanted one that broadcasts to {show(shape)}"
+        )

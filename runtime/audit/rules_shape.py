@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from .contract import (
     Call,
+    ContractError,
     Elements,
     Made,
-    Refused,
     axis_of,
     broadcast,
     show,
@@ -19,8 +19,8 @@ from .contract import (
     want_shape,
 )
 from .dims import Dim, Shape, add, exact_quotient, is_at_least, multiply, product, subtract
-from .rules_elementwise import scalar
 from .reading import read_tensor
+from .rules_elementwise import scalar
 
 
 def target(call: Call, index: int) -> Elements:
@@ -31,7 +31,7 @@ def target(call: Call, index: int) -> Elements:
     if value.elements is not None:
         return value.elements
     if not isinstance(rank, int):
-        raise Refused("a shape of a rank that hangs on data, wanted one that is known")
+        raise ContractError("a shape of a rank that hangs on data, wanted one that is known")
     return (None,) * rank
 
 
@@ -43,14 +43,15 @@ def reshaped(call: Call) -> Sequence[Made]:
     for index, dim in enumerate(wanted):
         if dim == 0 and copies:
             if index >= len(shape):
-                raise Refused(f"{show(shape)} as {show(wanted)}, wanted a dimension to copy")
-            dim = shape[index]
-        elif dim is not None and dim != -1 and not is_at_least(dim, 0):
-            raise Refused(f"{show(shape)} as {show(wanted)}, wanted lengths, and -1 once")
+                raise ContractError(f"{show(shape)} as {show(wanted)}, wanted a dimension to copy")
+            result.append(shape[index])
+            continue
+        if dim is not None and dim != -1 and not is_at_least(dim, 0):
+            raise ContractError(f"{show(shape)} as {show(wanted)}, wanted lengths, and -1 once")
         result.append(dim)
     open_axes = [index for index, dim in enumerate(wanted) if dim == -1]
     if len(open_axes) > 1:
-        raise Refused(f"{show(shape)} as {show(wanted)}, wanted -1 once")
+        raise ContractError(f"{show(shape)} as {show(wanted)}, wanted -1 once")
     _fill(result, open_axes, shape, wanted)
     return [Made(tuple(result), value.elements if len(result) <= 1 else None)]
 
@@ -72,7 +73,7 @@ def _fill(result: list[Dim], open_axes: list[int], shape: Shape, wanted: Element
     elif None in result:
         fits = True  # onnxruntime compares when it runs
     if not fits:
-        raise Refused(f"{show(shape)} as {show(wanted)}, wanted as many numbers")
+        raise ContractError(f"{show(shape)} as {show(wanted)}, wanted as many numbers")
 
 
 def squeezed(call: Call) -> Sequence[Made]:
@@ -80,7 +81,7 @@ def squeezed(call: Call) -> Sequence[Made]:
     shape = value.shape
     if axes_input is None:
         if any(not isinstance(dim, int) for dim in shape):
-            raise Refused(f"no axes for {show(shape)}, wanted them")
+            raise ContractError(f"no axes for {show(shape)}, wanted them")
         axes = [index for index, dim in enumerate(shape) if dim == 1]
     else:
         axes = [axis_of(axis, len(shape)) for axis in want_integers(axes_input, "axes")]
@@ -95,7 +96,7 @@ def unsqueezed(call: Call) -> Sequence[Made]:
     rank = len(value.shape) + len(listed)
     axes = {axis_of(axis, rank) for axis in listed}
     if len(axes) != len(listed):
-        raise Refused(f"axes {listed}, wanted each once")
+        raise ContractError(f"axes {listed}, wanted each once")
     rest = iter(value.shape)
     result = tuple(1 if index in axes else next(rest) for index in range(rank))
     return [Made(result, value.elements if rank <= 1 else None)]
@@ -104,7 +105,7 @@ def unsqueezed(call: Call) -> Sequence[Made]:
 def flattened(call: Call) -> Sequence[Made]:
     shape, axis = call.given(0).shape, call.attributes["axis"]
     if not -len(shape) <= axis <= len(shape):
-        raise Refused(f"axis {axis} of {len(shape)} dimensions")
+        raise ContractError(f"axis {axis} of {len(shape)} dimensions")
     axis = axis + len(shape) if axis < 0 else axis
     return [Made((product(shape[:axis]), product(shape[axis:])))]
 
@@ -113,7 +114,7 @@ def transposed(call: Call) -> Sequence[Made]:
     shape = call.given(0).shape
     perm = call.attributes["perm"] or tuple(range(len(shape)))[::-1]
     if sorted(perm) != list(range(len(shape))):
-        raise Refused(f"the attribute perm = {list(perm)}, wanted each of {len(shape)} axes once")
+        raise ContractError(f"the attribute perm = {list(perm)}, wanted each of {len(shape)} axes once")
     return [Made(tuple(shape[axis] for axis in perm))]
 
 
@@ -121,14 +122,16 @@ def expanded(call: Call) -> Sequence[Made]:
     wanted = target(call, 1)
     for dim in wanted:
         if dim is not None and not is_at_least(dim, 0):
-            raise Refused(f"to {show(wanted)}, wanted lengths")
+            raise ContractError(f"to {show(wanted)}, wanted lengths")
     return [Made(broadcast(call.given(0).shape, wanted))]
 
 
 def tiled(call: Call) -> Sequence[Made]:
     shape, repeats = call.given(0).shape, want_elements(call.given(1), "repeats")
     if len(repeats) != len(shape) or not all(is_at_least(repeat, 1) for repeat in repeats):
-        raise Refused(f"{show(shape)} repeated {show(repeats)} times, wanted a number above 0 for each axis")
+        raise ContractError(
+            f"{show(shape)} repeated {show(repeats)} times, wanted a number above 0 for each axis"
+        )
     return [Made(tuple(multiply(dim, repeat) for dim, repeat in zip(shape, repeats, strict=True)))]
 
 
@@ -136,17 +139,19 @@ def filled(call: Call) -> Sequence[Made]:
     """ConstantOfShape."""
     wanted = want_elements(call.given(0), "the shape")
     if not all(is_at_least(dim, 0) for dim in wanted):
-        raise Refused(f"a tensor of the shape {show(wanted)}, wanted lengths")
+        raise ContractError(f"a tensor of the shape {show(wanted)}, wanted lengths")
     return [Made(wanted)]
 
 
 def counted(call: Call) -> Sequence[Made]:
     """Range."""
-    start, limit, step = (scalar(call.given(index), name) for index, name in enumerate(("start", "limit", "delta")))
+    start, limit, step = (
+        scalar(call.given(index), name) for index, name in enumerate(("start", "limit", "delta"))
+    )
     if not isinstance(step, int) or step == 0:
-        raise Refused("a step that hangs on data, wanted a number that is not 0")
+        raise ContractError("a step that hangs on data, wanted a number that is not 0")
     if start is None or limit is None:
-        raise Refused("a start or an end that hangs on data, wanted lengths")
+        raise ContractError("a start or an end that hangs on data, wanted lengths")
     length = subtract(limit, start) if step == 1 else None
     if isinstance(start, int) and isinstance(limit, int):
         length = len(range(start, limit, step))
@@ -165,7 +170,7 @@ def joined(call: Call) -> Sequence[Made]:
     result = list(shapes[0])
     for shape in shapes:
         if len(shape) != rank:
-            raise Refused(f"{show(shape)} joined to {show(shapes[0])}, wanted as many dimensions")
+            raise ContractError(f"{show(shape)} joined to {show(shapes[0])}, wanted as many dimensions")
         for index, dim in enumerate(shape):
             if index != axis:
                 want_same(dim, result[index], f"axis {index} of {' and '.join(map(show, shapes))}")
@@ -182,22 +187,28 @@ def joined(call: Call) -> Sequence[Made]:
 def split(call: Call) -> Sequence[Made]:
     """By sizes, or in as many equal parts as there are outputs."""
     shape, sizes_input = call.given(0).shape, call.get(1)
-    axis, n, count = axis_of(call.attributes["axis"], len(shape)), call.n_outputs, call.attributes.get("num_outputs")
+    axis, n, count = (
+        axis_of(call.attributes["axis"], len(shape)),
+        call.n_outputs,
+        call.attributes.get("num_outputs"),
+    )
     length = shape[axis]
     if sizes_input is not None:
         sizes: list[Dim] = list(want_elements(sizes_input, "split"))
         if count is not None or len(sizes) != n or not all(is_at_least(size, 0) for size in sizes):
-            raise Refused(f"parts of {show(tuple(sizes))} for {n} outputs, wanted a length for each, and nothing else")
+            raise ContractError(
+                f"parts of {show(tuple(sizes))} for {n} outputs, wanted a length for each, and nothing else"
+            )
         total: Dim = 0
         for size in sizes:
             total = add(total, size)
         if total != length:
-            raise Refused(f"parts of {show(tuple(sizes))}, wanted {length} in all")
+            raise ContractError(f"parts of {show(tuple(sizes))}, wanted {length} in all")
     else:
         if call.opset >= 18 and count != n:
-            raise Refused(f"the attribute num_outputs = {count}, wanted {n} for as many outputs")
+            raise ContractError(f"the attribute num_outputs = {count}, wanted {n} for as many outputs")
         if not isinstance(length, int) or length % n:
-            raise Refused(f"{n} parts of {length}, wanted equal ones")
+            raise ContractError(f"{n} parts of {length}, wanted equal ones")
         sizes = [length // n] * n
     return [Made((*shape[:axis], size, *shape[axis + 1 :])) for size in sizes]
 
@@ -205,7 +216,7 @@ def split(call: Call) -> Sequence[Made]:
 def padded(call: Call) -> Sequence[Made]:
     shape, pads = call.given(0).shape, want_integers(call.given(1), "pads")
     if len(pads) != 2 * len(shape) or min(pads, default=0) < 0:
-        raise Refused(f"pads {pads} for {show(shape)}, wanted two for each axis, none below 0")
+        raise ContractError(f"pads {pads} for {show(shape)}, wanted two for each axis, none below 0")
     value = call.get(2)
     if value is not None:
         want_shape(value, "what is put there", () if value.shape == () else (1,))
@@ -216,11 +227,11 @@ def triangle(call: Call) -> Sequence[Made]:
     """Trilu."""
     value, diagonal = call.given(0), call.get(1)
     if len(value.shape) < 2:
-        raise Refused(f"{show(value.shape)}, wanted 2 dimensions or more")
+        raise ContractError(f"{show(value.shape)}, wanted 2 dimensions or more")
     if diagonal is not None:
         [k] = want_integers(diagonal, "k") or [0]
         if diagonal.shape not in {(), (1,)} or abs(k) >= 2**31:
-            raise Refused(f"k is {k}, wanted a small number")
+            raise ContractError(f"k is {k}, wanted a small number")
     return [Made(value.shape)]
 
 
@@ -228,5 +239,3 @@ def constant_value(tensor: memoryview) -> bool:
     """Of ConstantOfShape: one number, in the graph."""
     found = read_tensor(tensor)
     return found.shape == (1,) and found.offset is None
-
-

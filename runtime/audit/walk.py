@@ -14,7 +14,7 @@ from ..wire import WireError
 from .contract import (
     Call,
     Contract,
-    Refused,
+    ContractError,
     Value,
     check_attributes,
     check_inputs,
@@ -50,7 +50,7 @@ class Walk:
         for node in self._graph.nodes:
             try:
                 self._add_node(node)
-            except (Refused, WireError) as error:
+            except (ContractError, WireError) as error:
                 raise WireError(f"node {node.name} ({node.op}): {error}") from error
         for declared in self._graph.outputs:
             self._check_output(declared, symbols)
@@ -87,14 +87,14 @@ class Walk:
         try:
             inputs = tuple([places[name] for name in node.inputs])
         except KeyError as error:
-            raise Refused(f"input {error} is not computed before it") from error
+            raise ContractError(f"input {error} is not computed before it") from error
         key = (node.op, node.attributes, inputs, len(node.outputs))
         made = self._done.get(key)
         if made is None or "" in node.outputs:
             made = self._done[key] = self._outputs(node, inputs)
         for name, place in zip(node.outputs, made, strict=True):
             if name in places and name:
-                raise Refused(f"output {name!r} is a value already")
+                raise ContractError(f"output {name!r} is a value already")
             places[name] = place if name else -1
         if node.op == _ATTENTION:
             self._check_cache(node)
@@ -116,12 +116,12 @@ class Walk:
         if key not in self._attributes:
             contract = contract_of(node.op, self._opset)
             if contract is None:
-                raise Refused(f"no operator of ours at opset {self._opset}")
+                raise ContractError(f"no operator of ours at opset {self._opset}")
             found: dict[str, Any] = {}
             for data in node.attributes:
                 name, value = read_attribute(data)
                 if name in found:
-                    raise Refused(f"the attribute {name} twice")
+                    raise ContractError(f"the attribute {name} twice")
                 found[name] = value
             self._attributes[key] = contract, check_attributes(contract, found)
         return self._attributes[key]
@@ -131,7 +131,7 @@ class Walk:
         inputs = {tensor.name for tensor in self._info.inputs}
         outputs = {tensor.name for tensor in self._info.outputs}
         if not (inputs.issuperset(node.inputs[3:5]) and outputs.issuperset(node.outputs[1:3])):
-            raise Refused("its cache is no input and output of the graph, wanted the runtime's buffers")
+            raise ContractError("its cache is no input and output of the graph, wanted the runtime's buffers")
 
     def _check_output(self, declared: Declared, symbols: dict[str, Dim]) -> None:
         place = self._places.get(declared.name, -1)
@@ -142,7 +142,9 @@ class Walk:
         if fits:
             for dim, wanted in zip(found.shape, declared.shape, strict=True):
                 # a symbol that no input has stands for what the graph makes of it
-                fits &= dim == symbols[wanted] if wanted in symbols else isinstance(wanted, str) or dim == wanted
+                fits &= (
+                    dim == symbols[wanted] if wanted in symbols else isinstance(wanted, str) or dim == wanted
+                )
         if not fits:
             raise WireError(
                 f"its output {declared.name!r} is {found.dtype} {show(found.shape)}, "
@@ -152,7 +154,9 @@ class Walk:
 
 def check_places(tensors: Sequence[Tensor], weights_size: int) -> None:
     """Each lies in the file; two have the same bytes or none in common."""
-    placed = sorted((tensor.offset, tensor.size, tensor.name) for tensor in tensors if tensor.offset is not None)
+    placed = sorted(
+        (tensor.offset, tensor.size, tensor.name) for tensor in tensors if tensor.offset is not None
+    )
     before = (0, 0, "")
     for place in placed:
         offset, size, name = place
