@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from .. import TfmxError
-from ..runtime.ops import OPS
+from ..runtime.audit.contracts import OPS
 from .trace import Fragment
 from .user_code import told, traced_line, user_line
 
