@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import tfmx as run
 from torch import nn
 
 import tfmx
@@ -31,6 +32,7 @@ from tfmx.tfm_model.declarations import (
     vectors,
 )
 from tfmx.tfm_model.state import StateTensor
+from tfmx.tfm_model.torch_lstm import run_lstm
 
 HEADER = """
 import torch
@@ -81,6 +83,34 @@ def test_a_module_that_cannot_see_pads_is_never_given_any(tmp_path) -> None:
     )  # and stored inputs without masks are read back
     assert all(case.passed for case in done)
     assert len(done) == 2
+    assert "tokens of 20, up to 30; cannot see pads, so different lengths run apart" in run(
+        "inspect", tmp_path / "bundle"
+    ).out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_vectors_are_sorted_in_half_precision_too(tmp_path, dtype: str) -> None:
+    text = """
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    def inputs(self): return vectors(features=8, length=30)
+    def outputs(self): return values(8)
+    def forward(self, x, attention_mask):
+        return self.encoder(x, src_key_padding_mask=attention_mask == 0)[:, 0]
+"""
+    rows = np.random.default_rng(1).standard_normal((2, 7, 8)).astype(np.float32)
+    with exported(tmp_path, text, dtype=dtype) as model:
+        found = model.apply_batch([rows[0], rows[1][:2]])
+        np.testing.assert_allclose(
+            found[1]["values"], model.apply(rows[1][:2])["values"], atol=1e-5 if dtype == "fp32" else 1e-2
+        )
+
+
+def test_an_lstm_that_projects_is_refused() -> None:
+    with pytest.raises(ConfigError, match="proj_size=2, which cannot be run"):
+        run_lstm(nn.LSTM(3, 4, proj_size=2), torch.zeros(1, 2, 3), torch.ones(1, 2))
 
 
 PICKS_THE_FIRST = """

@@ -172,3 +172,22 @@ def build():
     assert answers(tmp_path / "bundle", ROWS, 12) == [
         greedy(lambda ids: gpt(ids).logits, row, 12) for row in ROWS
     ]
+
+
+def test_the_readmes_module_is_complete(tmp_path) -> None:
+    text = (RECIPES.parents[1] / "README.md").read_text(encoding="utf-8")
+    [code] = [
+        block.partition("\n```")[0] for block in text.split("```python\n")[1:] if "def inputs(self)" in block
+    ]
+    (tmp_path / "sentiment.py").write_text(code)
+    assert run("export", f"{tmp_path / 'sentiment.py'}:build", "-o", tmp_path / "sentiment").code == 0
+    done = run("run", tmp_path / "sentiment", "--ids", "5,17,3")
+    assert done.code == 0
+    assert "so so" in done.out
+
+
+def test_every_recipe_is_in_the_readme() -> None:
+    text = (RECIPES.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert [
+        file.name for file in sorted(RECIPES.glob("*.py")) if f"](examples/own/{file.name})" not in text
+    ] == []
