@@ -339,7 +339,7 @@ _MOVEMENT = {
     ],
     "Tile": [contract("x:A repeats:int64 -> y:A", shape.tiled, why=_OWN)],
     "Transpose": [contract("x:A -> y:A", shape.transposed, {"perm": wholes(0, 7, ())})],
-    "Trilu": [contract("x:A k?!:int64 -> y:A", shape.triangle, {"upper": _FLAG1}, why=_OWN)],
+    "Trilu": [contract("x:A k?:int64 -> y:A", shape.triangle, {"upper": _FLAG1}, why=_OWN)],
 }
 
 CONTRACTS: dict[str, list[Contract]] = (

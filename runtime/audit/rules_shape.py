@@ -228,10 +228,12 @@ def triangle(call: Call) -> Sequence[Made]:
     value, diagonal = call.given(0), call.get(1)
     if len(value.shape) < 2:
         raise ContractError(f"{show(value.shape)}, wanted 2 dimensions or more")
-    if diagonal is not None:
-        [k] = want_integers(diagonal, "k") or [0]
-        if diagonal.shape not in {(), (1,)} or abs(k) >= 2**31:
-            raise ContractError(f"k is {k}, wanted a small number")
+    if diagonal is not None:  # what is not a number is a sum of lengths, and so as small as they are
+        elements = want_elements(diagonal, "k")
+        if diagonal.shape not in {(), (1,)} or any(
+            k is None or (isinstance(k, int) and abs(k) >= 2**31) for k in elements
+        ):
+            raise ContractError(f"k is {list(elements)}, wanted a small number")
     return [Made(value.shape)]
 
 
