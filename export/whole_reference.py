@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..tfm_model.transformer import Outputs, Transformer
 from .arithmetic import EXACT, Arithmetic
 from .cases import Case
 from .layout import BlockLayout
-from .reference import CaseOutputs, Pasts, by_element, real, start, written
+from .reference import CaseOutputs, Pasts, Way, by_element, real, start, written
 from .rounded import round_inputs
 from .signature import Signature
 
@@ -60,6 +60,12 @@ class WholeReference:
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)
+
+    def run_ways(
+        self, cases: Sequence[Case], pasts: Pasts | None, ways: Sequence[Way], progress: Callable[[], None]
+    ) -> Iterator[list[CaseOutputs]]:
+        found = [self.run(cases, pasts, way.dtype, progress, way.sample, way.arithmetic) for way in ways]
+        yield from map(list, zip(*found, strict=True))
 
     @torch.no_grad()
     def run(
