@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..tfm_model.config import ModelConfig, TokenInputs
 from ..tfm_model.layers import Attention, Reads, Rotary
@@ -74,15 +74,13 @@ class DecoderReference:
         walks = [[_Walk(case, end, way) for way, end in zip(ways, ends, strict=True)] for case in cases]
         for layer in range(self.config.n_layers):
             states = self.spec[2 * layer : 2 * layer + 2]
-            blocks = [part.blocks[0] for part in self._parts(layer + 1, ways)]
-            for walk, way, block in (
-                (w, *more) for ws in walks for w, *more in zip(ws, ways, blocks, strict=True)
-            ):
-                assert isinstance(block, Block)
-                past = [
-                    start(pasts, walk.case, 2 * layer + i, spec, way.dtype) for i, spec in enumerate(states)
-                ]
-                walk.through(block, past, states)
+            parts = self._parts(layer + 1, ways)
+            for each in walks:
+                for walk, part, way in zip(each, parts, ways, strict=True):
+                    past = [
+                        start(pasts, walk.case, 2 * layer + i, s, way.dtype) for i, s in enumerate(states)
+                    ]
+                    walk.through(part.blocks[0], past, states)
             for _ in ways:
                 progress()
         for each in walks:
@@ -187,8 +185,9 @@ class _Walk:
         cos, sin = (torch.cat(parts, dim=1) for parts in zip(*(pair for pair in found if pair), strict=True))
         return cos, sin
 
-    def through(self, block: Block, state: list[Tensor], specs: Sequence[StateTensor]) -> None:
+    def through(self, block: nn.Module, state: list[Tensor], specs: Sequence[StateTensor]) -> None:
         """A layer, whose state the case finds."""
+        assert isinstance(block, Block)
         kept = block.attention.kept if isinstance(block.attention, Attention) else None
         if kept is not None:
             state = list(kept(*state))
@@ -206,7 +205,7 @@ class _Walk:
                     maps.append(by_element(part[:, :, rows, :end].numpy(), run))
 
     def finish(self, ends: Transformer) -> CaseOutputs:
-        main = ends.logits(self._x).split([run.length for run in self.case.runs], dim=1)
+        main = torch.split(ends.logits(self._x), [run.length for run in self.case.runs], dim=1)
         states = [states + maps for states, maps in zip(self._states, self._maps, strict=True)]
         return CaseOutputs([part.numpy() for part in main], states)
 

@@ -27,11 +27,11 @@ import torch
 from ..runtime.devices import import_onnxruntime
 from .arithmetic import EXACT, Arithmetic
 from .cases import Case, parity_cases
+from .golden import RoundedGolden, golden_arrays
 from .graph_runs import Graphs
 from .parity_error import ParityError
 from .progress import Progress
 from .reference import Array, CaseOutputs, Pasts, Reference, Way
-from .signature import Signature
 from .stitch import GraphKind
 
 FACTOR = 4.0
@@ -136,6 +136,7 @@ class Gate:
         self.exact: list[CaseOutputs] = []
         self._plain, self._rounded = Errors(reference.precision), Errors(reference.precision, ROUNDED_ROWS)
         self._rounded_rows = Errors(reference.precision)  # all of them
+        self._golden = RoundedGolden(reference)
         found = reference.run_ways(self.cases, self.pasts, ways, progress.advance)
         for case, (exact, *samples) in zip(self.cases, found, strict=True):
             self.exact.append(exact)
@@ -143,6 +144,7 @@ class Gate:
             if rounded:
                 self._rounded.add(case, samples[len(plain) :], exact)
                 self._rounded_rows.add(case, samples[len(plain) :], exact)
+                self._golden.add(case, exact, samples[len(plain) :])
         self.budgets = self._plain.budgets()
         if not np.isfinite(self.budgets).all():
             precision = str(reference.precision).removeprefix("torch.")
@@ -160,9 +162,10 @@ class Gate:
         reference = self.reference
         graphs = Graphs(folder, growth, reference.signature, reference.precision, cache_scales=cache_scales)
         stage = "verifying: onnxruntime, rounding"
-        return self._compare(
+        parity = self._compare(
             graphs, self._rounded.budgets(), stage, ROUNDED_ROWS, self._rounded_rows.budgets()
         )
+        return replace(parity, golden=parity.golden | self._golden.arrays(cache_scales))
 
     def _compare(
         self,
@@ -277,28 +280,3 @@ def _flat(states: Sequence[Sequence[Array]]) -> np.ndarray[tuple[int, ...], np.d
     return np.concatenate(
         [np.zeros(0), *(values.astype(np.float64).ravel() for run in states for values in run)]
     )
-
-
-def golden_arrays(signature: Signature, case: Case, exact: CaseOutputs, budget: float) -> dict[str, Array]:
-    """An input (padded left) and what follows, with the answers that float64 gives: see runtime/golden.py."""
-    name = case.name.removeprefix("golden: ").replace(" ", "_")
-    first, *rest = case.runs
-    arrays: dict[str, Array | None] = {
-        signature.inputs.name: _stored(first.inputs),
-        "attention_mask": first.attention_mask,
-        "budget": np.array(budget),
-    }
-    if signature.kind == "encoder":
-        arrays["expected"] = exact.main[0].astype(np.float32)
-    else:
-        if signature.kind == "encoder-decoder":
-            prefill, *rest = rest
-            arrays["target_ids"] = prefill.inputs
-        part = "decode_ids" if signature.steps.kind == "tokens" else "decode_features"
-        arrays[part] = np.stack([_stored(run.inputs)[:, 0] for run in rest])
-        arrays["expected"] = np.stack([main[:, -1].astype(np.float32) for main in exact.main])
-    return {f"{name}.{part}": array for part, array in arrays.items() if array is not None}
-
-
-def _stored(inputs: Array) -> Array:
-    return inputs if inputs.dtype == np.int64 else inputs.astype(np.float32)
