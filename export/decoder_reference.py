@@ -76,11 +76,11 @@ class DecoderReference:
             states = self.spec[2 * layer : 2 * layer + 2]
             parts = self._parts(layer + 1, ways)
             for each in walks:
+                past = [
+                    start(pasts, each[0].case, 2 * layer + i, s, self.precision) for i, s in enumerate(states)
+                ]
                 for walk, part, way in zip(each, parts, ways, strict=True):
-                    past = [
-                        start(pasts, walk.case, 2 * layer + i, s, way.dtype) for i, s in enumerate(states)
-                    ]
-                    walk.through(part.blocks[0], past, states)
+                    walk.through(part.blocks[0], [values.to(way.dtype) for values in past], states)
             for _ in ways:
                 progress()
         for each in walks:

@@ -74,14 +74,19 @@ def graphs(
     return plant
 
 
-def lost_block(name: str) -> Callable[[Path], None]:
-    """What a kernel does that leaves the last 32 inputs out."""
-    return weight(f"{name}.scales", lambda scales: scales.__setitem__((slice(None), -1), 0))
+def lost_block(name: str, rows: int | None = None) -> Callable[[Path], None]:
+    """What a kernel does that leaves the last 32 inputs out, of all outputs or of the last few."""
+    return weight(f"{name}.scales", lambda scales: scales[-(rows or len(scales)) :, -1].fill(0))
 
 
 def off_by_one(name: str) -> Callable[[Path], None]:
-    """As with a zero point one too small."""
-    return weight(f"{name}.codes", lambda codes: np.copyto(codes, np.minimum(codes, 254) + 1))
+    """4-bit codes, as with a zero point one too small."""
+
+    def change(codes: np.memmap) -> None:
+        low, high = np.minimum(codes & 15, 14) + 1, np.minimum(codes >> 4, 14) + 1
+        np.copyto(codes, low | high << 4)
+
+    return weight(f"{name}.codes", change)
 
 
 def fewer_bits(name: str, mask: int) -> Callable[[Path], None]:
@@ -130,23 +135,31 @@ class Fault:
     name: str
     bundle: str
     plant: Callable[[Path], None]
-    hides: bool = True  # from the largest difference
+    hides: bool = False  # from the largest difference
 
 
 FAULTS = [
-    Fault("the last block is lost", "int8", lost_block("blocks.2.mlp.down.weight")),
-    Fault("the last block is lost", "int4", lost_block("blocks.2.attention.out.weight")),
-    Fault("the last layer loses a block", "int8", lost_block("blocks.5.mlp.up.weight"), hides=False),
-    Fault("a zero point off by one", "int8", off_by_one("blocks.2.mlp.up.weight")),
-    Fault("the last layer's zero point off by one", "int8", off_by_one("blocks.5.mlp.down.weight")),
-    Fault("codes of 6 bits", "int8", fewer_bits("blocks.2.mlp.up.weight", 0xFC)),
+    Fault("a block lost", "int8", lost_block("blocks.2.mlp.down.weight")),
+    Fault("a block lost for 8 rows", "int8", lost_block("blocks.2.mlp.down.weight", 8)),
+    Fault("a block lost for 8 rows", "int4", lost_block("blocks.2.attention.qkv.weight", 8)),
+    Fault(
+        "the last layer loses a block for 16 rows",
+        "int8",
+        lost_block("blocks.5.mlp.up.weight", 16),
+        hides=True,
+    ),
+    Fault("a zero point off by one", "int4", off_by_one("blocks.2.mlp.up.weight")),
+    Fault(
+        "the last layer's zero point off by one", "int4", off_by_one("blocks.5.mlp.down.weight"), hides=True
+    ),
+    Fault("codes of 5 bits", "int8", fewer_bits("blocks.2.mlp.up.weight", 0xF8)),
     Fault("codes of 3 bits", "int4", fewer_bits("blocks.1.attention.qkv.weight", 0xEE)),
-    Fault("heads swapped", "int4", swapped_rows("blocks.3.attention.qkv.weight"), hides=False),
-    Fault("scores 10 % too large", "int8", scaled_scores(1, 1.1)),
+    Fault("heads swapped", "int4", swapped_rows("blocks.3.attention.qkv.weight")),
+    Fault("scores too large by a quarter", "int8", scaled_scores(1, 1.25)),
     Fault("a wrong rotary entry", "int8", wrong_rotary("rotary.cos")),
-    Fault("a stale slot in the cache", "int8", stale_slot(2)),
-    Fault("a stale slot in the last layer's cache", "int8 cache", stale_slot(5)),
-    Fault("scales of keys and values swapped", "int8 cache", swapped_scales(3)),
+    Fault("a stale slot in the cache", "int8", stale_slot(2), hides=True),
+    Fault("a stale slot in the last layer's cache", "int8 cache", stale_slot(5), hides=True),
+    Fault("scales of keys and values swapped", "int8 cache", swapped_scales(3), hides=True),
 ]
 
 
@@ -161,7 +174,8 @@ def test_a_planted_fault_is_caught(fault: Fault, bundles: dict[str, Path], tmp_p
     reseal(folder)
     results = replayed(folder)
     assert not all(result.passed for result in results)
-    assert all(result.passed for result in results if ":" not in result.name) == fault.hides
+    if fault.hides:
+        assert all(result.passed for result in results if ":" not in result.name)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
