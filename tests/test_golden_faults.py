@@ -19,8 +19,9 @@ from onnx import helper
 from planted_faults import constant, insert_before, node, set_attribute
 from random_models import PLAIN, random_source
 
-from tfmx.export.pipeline import ExportOptions, export_model
+from tfmx.export.pipeline import DTYPES, ExportOptions, export_model
 from tfmx.export.recipe import Quant
+from tfmx.export.source import open_source
 from tfmx.runtime.bundle import Bundle, BundleError
 from tfmx.runtime.devices import Device
 from tfmx.runtime.golden import GOLDEN, CaseResult, replay_golden
@@ -227,6 +228,7 @@ def test_bundles_that_have_only_the_largest_difference_are_still_replayed(
     ("part", "value", "words"),
     [
         ("spread", None, "holds"),
+        ("cache", None, "holds"),
         ("cache_budget", None, "holds"),
         ("spread", np.zeros(2), "do not fit together"),
         ("spread", np.array("x"), "do not fit together"),
@@ -243,6 +245,16 @@ def test_a_file_that_cannot_be_right_is_an_error(
     rewrite(folder, arrays | ({} if value is None else {f"one_prompt.{part}": value}))
     with pytest.raises(BundleError, match=words):
         replayed(folder)
+
+
+@pytest.mark.parametrize(("preset", "looks"), [("relative", 3), ("lstm", 2)])
+def test_models_that_are_traced_whole_have_it_too(preset: str, looks: int, tmp_path: Path) -> None:
+    """By a cache that is appended to; a recurrent state is none that grows."""
+    source = open_source(f"preset:{preset}", DTYPES["fp32"], None)
+    export_model(source, tmp_path / "b", ExportOptions(quant=Quant(bits=8, block=16)))
+    results = replayed(tmp_path / "b")
+    assert len(results) == 2 * looks
+    assert all(result.passed for result in results)
 
 
 def test_a_cache_that_is_no_number_fails(bundles: dict[str, Path], tmp_path: Path) -> None:
