@@ -249,13 +249,14 @@ def run_gate(
         model = model.smoothed_as(stored, progress)
     stored.check(model.weight)
     reference = model.reference(stored)
-    gate = Gate(reference, progress)
-    if target == "portable" or arithmetic == EXACT:
+    rounds = target == "ort" and arithmetic != EXACT
+    gate = Gate(reference, progress, arithmetic if rounds else EXACT)
+    if not rounds:
         return gate.check(folder, growth)
     cache_dtype = ir.DataType.FLOAT if reference.precision == torch.float32 else ir.DataType.FLOAT16
     twins = {kind: exact_twin(folder / f"{kind}.onnx", cache_dtype) for kind in kinds}
     exact = gate.check(folder, growth, twins)
-    return exact.with_rounding(gate.check_rounding(folder, growth, arithmetic, stored.all_cache_scales()))
+    return exact.with_rounding(gate.check_rounding(folder, growth, stored.all_cache_scales()))
 
 
 def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress) -> dict[str, FileInfo]:

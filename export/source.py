@@ -29,6 +29,7 @@ from ..tfm_model.state import StateSpec, model_state
 from ..tfm_model.transformer import Transformer
 from .cache_scales import cache_scales
 from .calibrate import Calibration, calibrate
+from .decoder_reference import DecoderReference
 from .downstream import downstream_texts
 from .fitting import can_stamp, fitted, keeps_slots
 from .layout import BlockLayout, Target
@@ -36,7 +37,7 @@ from .lower_basic import COLUMNS
 from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .recipe import Matrix
-from .reference import DecoderReference, Reference
+from .reference import Reference
 from .shown_layers import Layers
 from .signature import Signature, model_signature
 from .smoothing import find_smoothing, recover_smoothing

@@ -17,8 +17,9 @@ from ..tfm_model.layers import Reads
 from ..tfm_model.state import StateTensor
 from ..tfm_model.transformer import all_real, positions
 from .arithmetic import EXACT
+from .decoder_reference import DecoderReference
 from .progress import Progress
-from .reference import DecoderReference, Reference
+from .reference import Reference
 from .whole_reference import WholeReference
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from .cases import Case, Run
 from .held_module import HeldModule
 from .layout import BlockLayout
 from .own_calls import OwnModule
-from .reference import Array, CaseOutputs, Pasts, by_element, encoded_elements, real, start, written
+from .reference import Array, CaseOutputs, Pasts, Way, by_element, encoded_elements, real, start, written
 from .rounded import RoundedInputs
 from .signature import Signature
 from .user_code import users_code
@@ -45,6 +45,12 @@ class WholeReference:
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)
+
+    def run_ways(
+        self, cases: Sequence[Case], pasts: Pasts | None, ways: Sequence[Way], progress: Callable[[], None]
+    ) -> Iterator[list[CaseOutputs]]:
+        found = [self.run(cases, pasts, way.dtype, progress, way.sample, way.arithmetic) for way in ways]
+        yield from map(list, zip(*found, strict=True))
 
     @torch.no_grad()
     def run(

@@ -62,6 +62,15 @@ class AppendEngine:
         maps = [value.numpy()[0] for value in runs[-1][1:]]
         return {self._wiring.output: main, **dict(zip(extras, maps, strict=True))}
 
+    def held(self) -> list[Array]:
+        """Of each state that grows what every token wrote, on the host: (tokens, numbers), row after row."""
+        real = self._mask == 1
+        return [
+            np.moveaxis(value.numpy(), state.axis, 1)[real].reshape(sum(self.lengths), -1)
+            for state, (value, _) in zip(self._states, self._past, strict=True)
+            if state.growth == "append"
+        ]
+
     def keep(self, rows: Sequence[int]) -> None:
         index = list(rows)
         mask, source_mask = self._mask[index], self._source_mask[index]
