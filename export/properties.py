@@ -5,7 +5,7 @@ faithfully and stays wrong: one whose steps do not see the past, or whose state 
 every case. Here a sequence alone, in one go, is the truth, and every other way of feeding it (`property_cases.py`)
 must give the same.
 
-Two ways may differ by as much as float32 rounding moves the module, times 4: modules may hold tables or compute sums in
+Two answers may differ by as much as float32 rounding moves the module, times 4: modules may hold tables or compute sums in
 float32 whatever they are converted to.
 """
 
@@ -31,9 +31,9 @@ from .property_cases import (
     REPEATED,
     STEPS,
     STEPWISE,
+    Arrangement,
     Feeder,
     Feeding,
-    Way,
 )
 from .reference import CaseOutputs
 from .signature import Signature
@@ -54,7 +54,7 @@ class PropertyError(TfmxError):
 class Finding:
     """Where a way of feeding differs most from the sequence alone."""
 
-    way: Way
+    arrangement: Arrangement
     place: str
     error: float
     allowed: float
@@ -71,21 +71,24 @@ def check_properties(reference: WholeReference, progress: Progress) -> None:
     first, *others = found
     also = f", and so do {len(others)} other ways of feeding it" if others else ""
     raise PropertyError(
-        f"the PyTorch module is not consistent: {first.way.name} gives another answer than the sequence alone and in one go, "
-        f"{first}{also}; {first.way.mend}. Nothing was written; --no-verify exports the module as it is"
+        f"the PyTorch module is not consistent: {first.arrangement.name} gives another answer than the sequence alone and in one go, "
+        f"{first}{also}; {first.arrangement.mend}. Nothing was written; --no-verify exports the module as it is"
     )
 
 
 def broken_properties(reference: WholeReference, progress: Progress) -> list[Finding]:
-    """What differs most in each way of feeding that is not the sequence alone, in the order of `_ways`."""
+    """What differs most in each way of feeding that is not the sequence alone, in the order of `_arrangements`."""
     signature = reference.signature
     feeder = Feeder(signature, int(np.clip(_LONG_WORK // max(reference.size, 1), 64, _MOST_LONG)))
-    ways = _ways(signature)
-    lengths = dict.fromkeys((index, way.length) for way in ways for index in way.rows)
+    arrangements = _arrangements(signature)
+    lengths = dict.fromkeys(
+        (index, arrangement.length) for arrangement in arrangements for index in arrangement.rows
+    )
     alone = [
-        feeder.feed(Way(name="alone", rows=(index,), length=length, mend="")) for index, length in lengths
+        feeder.feed(Arrangement(name="alone", rows=(index,), length=length, mend=""))
+        for index, length in lengths
     ]
-    other = [feeder.feed(way) for way in ways]
+    other = [feeder.feed(arrangement) for arrangement in arrangements]
     cases, alone_cases = [feeding.case for feeding in (*alone, *other)], [feeding.case for feeding in alone]
     progress.stage("verifying: the module itself", reference.steps(cases) + reference.steps(alone_cases))
     exact = reference.run(cases, None, torch.float64, progress.advance)
@@ -101,7 +104,13 @@ def broken_properties(reference: WholeReference, progress: Progress) -> list[Fin
         *((_plainly(feeding), CaseOutputs(main=[main])) for feeding, main in zip(alone, plain, strict=False)),
     ]
     findings = [
-        _finding(signature, feeding, outputs, truth, _SAME * largest if feeding.way is REPEATED else rounding)
+        _finding(
+            signature,
+            feeding,
+            outputs,
+            truth,
+            _SAME * largest if feeding.arrangement is REPEATED else rounding,
+        )
         for feeding, outputs in pairs
     ]
     return [finding for finding in findings if finding is not None]
@@ -109,10 +118,12 @@ def broken_properties(reference: WholeReference, progress: Progress) -> list[Fin
 
 def _plainly(feeding: Feeding) -> Feeding:
     """The same sequence, given to the plain forward."""
-    return replace(feeding, way=replace(PLAIN, rows=feeding.way.rows, length=feeding.way.length))
+    return replace(
+        feeding, arrangement=replace(PLAIN, rows=feeding.arrangement.rows, length=feeding.arrangement.length)
+    )
 
 
-def _ways(signature: Signature) -> list[Way]:
+def _arrangements(signature: Signature) -> list[Arrangement]:
     """In the order in which they are told: what fails first explains most of what fails later."""
     if signature.steps.kind == "images":
         return [REPEATED, BESIDE]
@@ -120,7 +131,9 @@ def _ways(signature: Signature) -> list[Way]:
         return [REPEATED, BESIDE, *(PADDED if signature.has_mask else ())]
     step = STEPWISE[0].mend
     further = (
-        Way(name="a long prefill in chunks, then steps", rows=(LONG,), chunks=(33,), steps=STEPS, mend=step),
+        Arrangement(
+            name="a long prefill in chunks, then steps", rows=(LONG,), chunks=(33,), steps=STEPS, mend=step
+        ),
     )
     return [REPEATED, CAUSAL, BESIDE, *STEPWISE, *further, *PADDED, *PADDED_STEPS]
 
@@ -135,17 +148,17 @@ def _finding(
     truth: Mapping[tuple[int, int | None], Answers],
     allowed: float,
 ) -> Finding | None:
-    way = feeding.way
+    arrangement = feeding.arrangement
     worst: Finding | None = None
     for row, answers in _by_element(signature, feeding, outputs):
-        wanted = truth[feeding.sequences[row], way.length]
+        wanted = truth[feeding.sequences[row], arrangement.length]
         for element in sorted(answers.keys() & wanted.keys()):
-            if way.changed and element >= (max(wanted) + 1) // 2:
+            if arrangement.changed and element >= (max(wanted) + 1) // 2:
                 continue
             call, values = answers[element]
             error = float(np.abs(values - wanted[element][1]).max(initial=0.0))
             if not error <= allowed and (worst is None or not error <= worst.error):  # NaN is the worst
-                worst = Finding(way, f"at element {element} of row {row} ({call})", error, allowed)
+                worst = Finding(arrangement, f"at element {element} of row {row} ({call})", error, allowed)
     return worst
 
 

@@ -1,7 +1,7 @@
 """The same few sequences, fed to a model in every way that the protocol says makes no difference.
 
-`WAYS` is the list: one after the other in steps, in chunks, beside neighbours, between pads. `properties.py` runs
-them and compares each with the sequence alone, in one go.
+One element after the other, in chunks, beside neighbours, between pads: `properties.py` runs them and compares each with
+the sequence alone, in one go.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAD_POSITIONS: dict[Padding, int] = {"left": 1, "right": 0, "between": -1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Arrangement:
     """How sequences are fed, and what it means if their outputs then differ."""
 
     name: str
@@ -48,40 +48,42 @@ _PAD_MEND = (
 _ROWS_MEND = "each row is computed for itself: no batch statistics (BatchNorm in training mode), no state or sum over the batch"
 
 
-REPEATED = Way(
+REPEATED = Arrangement(
     name="a second run of the same",
     rows=(0,),
     mend="the module draws random numbers or keeps something between calls; leave dropout to nn.Dropout, which eval() turns "
     "off, and give what must be kept as state",
 )
-BESIDE = Way(name="a batch without pads", length=min(LENGTHS), mend=_ROWS_MEND)
+BESIDE = Arrangement(name="a batch without pads", length=min(LENGTHS), mend=_ROWS_MEND)
 PADDED = (
-    Way(name="a ragged batch, padded left", padding="left", mend=_PAD_MEND),
-    Way(name="a ragged batch, padded right", padding="right", mend=_PAD_MEND),
-    Way(name="a ragged batch, pads in between", padding="between", mend=_PAD_MEND),
+    Arrangement(name="a ragged batch, padded left", padding="left", mend=_PAD_MEND),
+    Arrangement(name="a ragged batch, padded right", padding="right", mend=_PAD_MEND),
+    Arrangement(name="a ragged batch, pads in between", padding="between", mend=_PAD_MEND),
 )
-PLAIN = Way(
+PLAIN = Arrangement(
     name="its plain forward `reference`",
     mend="the steps and the plain forward are two models; find where their formulas differ",
 )
-CAUSAL = Way(
+CAUSAL = Arrangement(
     name="a changed later element",
     rows=(0,),
     changed=True,
     mend="an element must not see what comes after it; mask later columns",
 )
 STEPWISE = (
-    Way(name="a prefill, then steps", rows=(0,), steps=STEPS, mend=_STEP_MEND),
-    Way(name="steps alone", rows=(1,), steps=LENGTHS[1], mend=_STEP_MEND),
-    Way(name="a prefill in chunks", rows=(0,), chunks=(5, 1), mend=_STEP_MEND),
-    Way(name="a batch without pads, then steps", length=min(LENGTHS), steps=STEPS, mend=_ROWS_MEND),
+    Arrangement(name="a prefill, then steps", rows=(0,), steps=STEPS, mend=_STEP_MEND),
+    Arrangement(name="steps alone", rows=(1,), steps=LENGTHS[1], mend=_STEP_MEND),
+    Arrangement(name="a prefill in chunks", rows=(0,), chunks=(5, 1), mend=_STEP_MEND),
+    Arrangement(name="a batch without pads, then steps", length=min(LENGTHS), steps=STEPS, mend=_ROWS_MEND),
 )
 PADDED_STEPS = (
     *(
-        Way(name=f"{way.name}, then steps", padding=way.padding, steps=STEPS, mend=_PAD_MEND)
-        for way in PADDED
+        Arrangement(
+            name=f"{arrangement.name}, then steps", padding=arrangement.padding, steps=STEPS, mend=_PAD_MEND
+        )
+        for arrangement in PADDED
     ),
-    Way(
+    Arrangement(
         name="a ragged batch in chunks, where a row may have pads only",
         padding="right",
         chunks=(8,),
@@ -94,13 +96,13 @@ PADDED_STEPS = (
 class Feeding:
     """A case, and which elements of which sequences its rows are."""
 
-    way: Way
+    arrangement: Arrangement
     case: Case
     sequences: tuple[int, ...]
 
 
 class Feeder:
-    """Draws sequences for a model once, and lays them out in any way."""
+    """Draws sequences for a model once, and lays them out in any arrangement."""
 
     def __init__(self, signature: Signature, long: int) -> None:
         """`long`: the length of one more sequence, for windows and positions further on."""
@@ -114,39 +116,55 @@ class Feeder:
             self.sources = [source(1, min(length, longest))[0] for length in (5, 8, 3, 6)]
         self.is_image = signature.steps.kind == "images"
 
-    def feed(self, way: Way) -> Feeding:
-        rows = [self._sequence(index, way) for index in way.rows]
+    def feed(self, arrangement: Arrangement) -> Feeding:
+        rows = [self._sequence(index, arrangement) for index in arrangement.rows]
         if self.is_image:
             run = Run("encode", np.stack(rows), None)
-            return Feeding(way, Case(way.name, np.zeros((len(rows), 0), np.int64), (run,)), way.rows)
+            return Feeding(
+                arrangement,
+                Case(arrangement.name, np.zeros((len(rows), 0), np.int64), (run,)),
+                arrangement.rows,
+            )
         kind = self.signature.kind
         has_mask = kind != "encoder" or self.signature.has_mask
-        first = [row[: max(len(row) - way.steps, 0)] for row in rows]
-        inputs, mask = laid_out(first, way.padding)
-        steps = np.stack([row[len(row) - way.steps :] for row in rows]) if way.steps else inputs[:, :0]
+        first = [row[: max(len(row) - arrangement.steps, 0)] for row in rows]
+        inputs, mask = laid_out(first, arrangement.padding)
+        steps = (
+            np.stack([row[len(row) - arrangement.steps :] for row in rows])
+            if arrangement.steps
+            else inputs[:, :0]
+        )
         T = inputs.shape[1]
         inputs = np.concatenate([inputs, steps], axis=1)
         mask = np.concatenate([mask, np.ones((len(rows), steps.shape[1]), np.int64)], axis=1)
         if kind == "encoder":
             runs = [Run("encode", inputs, mask if has_mask else None)]
         else:
-            widths = [*way.chunks, T - sum(way.chunks)] if sum(way.chunks) < T else [T]
-            runs = self._runs([width for width in widths if width], steps.shape[1], inputs, mask, way)
+            widths = (
+                [*arrangement.chunks, T - sum(arrangement.chunks)] if sum(arrangement.chunks) < T else [T]
+            )
+            runs = self._runs([width for width in widths if width], steps.shape[1], inputs, mask, arrangement)
         if kind == "encoder-decoder":
-            runs.insert(0, self._source(way))
-        return Feeding(way, Case(way.name, np.zeros((len(rows), 0), np.int64), tuple(runs)), way.rows)
+            runs.insert(0, self._source(arrangement))
+        return Feeding(
+            arrangement,
+            Case(arrangement.name, np.zeros((len(rows), 0), np.int64), tuple(runs)),
+            arrangement.rows,
+        )
 
-    def _sequence(self, index: int, way: Way) -> Array:
+    def _sequence(self, index: int, arrangement: Arrangement) -> Array:
         sequence = self.sequences[index]
         if self.is_image:
             return sequence
-        if way.changed:
+        if arrangement.changed:
             half = len(sequence) // 2
             sequence = np.concatenate([sequence[:half], self.others[index][half:]])
-        return sequence[: way.length]
+        return sequence[: arrangement.length]
 
-    def _runs(self, prefills: Sequence[int], steps: int, inputs: Array, mask: Ids, way: Way) -> list[Run]:
-        pad_position = _PAD_POSITIONS[way.padding] % self.signature.steps.length
+    def _runs(
+        self, prefills: Sequence[int], steps: int, inputs: Array, mask: Ids, arrangement: Arrangement
+    ) -> list[Run]:
+        pad_position = _PAD_POSITIONS[arrangement.padding] % self.signature.steps.length
         positions = np.where(mask == 1, np.cumsum(mask, axis=1) - 1, pad_position)
         runs, start = [], 0
         for graph, width in [("prefill", width) for width in prefills] + [("decode", 1)] * steps:
@@ -155,11 +173,11 @@ class Feeder:
             start += width
         return runs
 
-    def _source(self, way: Way) -> Run:
-        rows = [self.sources[index] for index in way.rows]
+    def _source(self, arrangement: Arrangement) -> Run:
+        rows = [self.sources[index] for index in arrangement.rows]
         if self.signature.inputs.kind == "images":
             return Run("encode", np.stack(rows), None)
-        return Run("encode", *laid_out(rows, way.padding))
+        return Run("encode", *laid_out(rows, arrangement.padding))
 
 
 def laid_out(rows: Sequence[Array], padding: Padding) -> tuple[Array, Ids]:
