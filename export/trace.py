@@ -183,7 +183,10 @@ def trace(
             custom_translation_table=dict(translations),
         )
         assert program is not None
-        fold_constants_ir(program.model)
+        # an own matrix that is also read in another way (x @ table.T) stays one: folded, it would be two
+        fold_constants_ir(
+            program.model, should_fold=lambda node: False if translations and _reads_matrix(node) else None
+        )
         ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
         ir_passes.RemoveUnusedNodesPass()(program.model)
     return program.model.graph
@@ -212,6 +215,10 @@ def cut(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], prefix: str = "
         constants=[value for value in known if value not in weights],
         weights={value: name.removeprefix(prefix) for value, name in weights.items()},
     )
+
+
+def _reads_matrix(node: ir.Node) -> bool:
+    return any(value and _is_weight(value) and len(value.shape or ()) == 2 for value in node.inputs)
 
 
 def _is_weight(value: ir.Value) -> bool:

@@ -7,6 +7,7 @@ on the columns that were asked for only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import onnx_ir as ir
 import torch
@@ -92,12 +93,15 @@ class WholeSource:
         return self
 
     def check_module(self, progress: Progress) -> None:
-        if not self.is_own:  # tests/test_family_properties.py asks every setting of the built-in family
+        if not self.is_own:  # tests/test_family_properties.py asks the built-in family, every setting of it
             return
-        with self._held.converted(lambda _, tensor: tensor.to(torch_dtype(self._dtype))) as model:
-            check_eval(model)
-            self._probe(model, GRAPHS_OF_KIND[self.signature.kind])
+        with self._in_precision() as model:  # first, since it names the user's line
+            self._probe(model)
         check_properties(self.reference(), progress)
+
+    def _in_precision(self) -> AbstractContextManager[Transformer | OwnModule]:
+        dtype = torch_dtype(self._dtype)
+        return self._held.converted(lambda _, tensor: tensor.to(dtype))
 
     def reference(self, stored: StoredMatrices | None = None) -> WholeReference:
         names = {} if stored is None else self._names_in_file(stored)
@@ -124,9 +128,9 @@ class WholeSource:
         if self.is_own and opset < TRACE_OPSET:
             raise ModuleError(f"--opset is {opset}; a module of your own is traced at {TRACE_OPSET} or above")
         progress.stage("tracing", 1)
-        kinds, dtype = GRAPHS_OF_KIND[self.signature.kind], torch_dtype(self._dtype)
+        kinds = GRAPHS_OF_KIND[self.signature.kind]
         plan = ContentPlan(self._dtype)
-        with self._held.converted(lambda _, tensor: tensor.to(dtype)) as model:
+        with self._in_precision() as model:
             traced, linear = self._traced(model, kinds, opset)
             fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
         progress.advance()
@@ -170,8 +174,7 @@ class WholeSource:
         pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
         if not self.is_own:
             return trace_pieces(model, pieces), set()
-        check_eval(model)
-        lines, linear = self._probe(model, kinds)
+        lines, linear = self._probe(model)
         shapes = [slot.shape for kind in kinds for slot in self._inputs(kind)]
         with noted_sizes() as notes:
             try:
@@ -182,18 +185,17 @@ class WholeSource:
         return traced, linear
 
     @torch.no_grad()
-    def _probe(
-        self, model: Transformer | OwnModule, kinds: Sequence[GraphKind]
-    ) -> tuple[Mapping[str, str | None], set[str]]:
+    def _probe(self, model: Transformer | OwnModule) -> tuple[Mapping[str, str | None], set[str]]:
         """Run an own module before it is traced: what fails here has the user's line, and not a page of torch's.
 
         At the sizes that it is traced with and at others, so that a size which is built in is noticed.
         """
+        check_eval(model)
         linear: set[str] = set()
         note = RoundedInputs(lambda weight: linear.add(self._held.name_of(weight) or ""))  # rounds nothing
         watch, before, dtype = TrainingOps(), "", torch_dtype(self._dtype)
         for sizes in (SIZES, OTHER_SIZES):
-            for kind in kinds:
+            for kind in GRAPHS_OF_KIND[self.signature.kind]:
                 slots = self._inputs(kind)
                 [piece, *_] = self._pieces(model, kind, sizes)
                 given = sizes_of(slots, sizes, kind)
