@@ -42,6 +42,7 @@ from .stitch import (
 )
 from .stored import StoredMatrices
 from .trace import TRACE_OPSET, Fragment, Piece, trace_pieces
+from .transposed_products import products_first
 from .weights import stored_tensors, torch_dtype
 from .whole_reference import WholeReference
 
@@ -299,6 +300,7 @@ class WholeSource:
             [main] = stamp(fragments[f"{kind} head"], [main], "", lowering, plan)
         for value, slot in zip([main, *rest], self._outputs(kind), strict=True):
             builder.output(value, slot.name, slot.dtype, slot.shape)
+        products_first(builder)
         builder.drop_unused(["position_ids"])
         return builder.model()
 
