@@ -20,7 +20,7 @@ def products_first(builder: Builder) -> None:
             turned.append(node)
             continue
         product = ir.node("MatMul", [transpose.inputs[0], node.inputs[1]])
-        after = ir.node("Transpose", [product.outputs[0]], {"perm": transpose.attributes["perm"].as_ints()})
+        after = ir.node("Transpose", [product.outputs[0]], {"perm": _perm(transpose)})
         product.name, after.name = f"{node.name}.product", node.name
         [old], [new] = node.outputs, after.outputs
         product.outputs[0].name, new.name, new.type, new.shape = product.name, old.name, old.type, old.shape
@@ -31,15 +31,18 @@ def products_first(builder: Builder) -> None:
 
 
 def _keeps_last_axis(node: ir.Node) -> bool:
-    perm = node.attributes.get("perm") if node.op_type == "Transpose" else None
-    return perm is not None and perm.as_ints()[-1] == len(perm.as_ints()) - 1
+    perm = _perm(node)
+    return bool(perm) and perm[-1] == len(perm) - 1
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
-    """A weight of two axes, as it lies in the file or transposed."""
+    """Of two axes: as it lies in the file, or computed and transposed."""
     if value is None:
         return False
     node = value.producer()
-    if node is not None:
-        return node.op_type == "Transpose" and _is_matrix(node.inputs[0])
-    return value.shape is not None and len(value.shape) == 2
+    return len(_perm(node)) == 2 if node is not None else value.shape is not None and len(value.shape) == 2
+
+
+def _perm(node: ir.Node) -> list[int]:
+    perm = node.attributes.get("perm") if node.op_type == "Transpose" else None
+    return [] if perm is None else list(perm.as_ints())
