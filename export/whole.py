@@ -47,6 +47,7 @@ from .stitch import (
 from .stored import StoredMatrices
 from .trace import TRACE_OPSET, Fragment, Piece, trace_pieces
 from .trace_failures import check_operators, noted_sizes, trace_failure
+from .transposed_products import products_first
 from .user_code import users_code
 from .weights import stored_tensors, torch_dtype
 from .whole_reference import WholeReference
@@ -348,5 +349,6 @@ class WholeSource:
             [main] = stamp(fragments[f"{kind} head"], [main], "", lowering, plan)
         for value, slot in zip([main, *rest], self._outputs(kind), strict=True):
             builder.output(value, slot.name, slot.dtype, slot.shape)
+        products_first(builder)
         builder.drop_unused(["position_ids"])
         return builder.model()

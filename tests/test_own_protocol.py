@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from command_line import tfmx as run
@@ -14,10 +15,13 @@ from torch import nn
 
 import tfmx
 from tfmx import InputError
+from tfmx.export.builder import Builder, serialised
 from tfmx.export.own_calls import OwnModule, Packing
 from tfmx.export.own_probe import open_own
 from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.transposed_products import products_first
 from tfmx.runtime.bundle import Bundle, BundleError
+from tfmx.runtime.devices import import_onnxruntime
 from tfmx.runtime.golden import replay_golden
 from tfmx.tfm_model.checks import ConfigError
 from tfmx.tfm_model.declarations import (
@@ -106,6 +110,23 @@ class Own(nn.Module):
         np.testing.assert_allclose(
             found[1]["values"], model.apply(rows[1][:2])["values"], atol=1e-5 if dtype == "fp32" else 1e-2
         )
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_matrix_is_multiplied_before_a_transpose_also_where_it_gives_an_output(computed: bool) -> None:
+    """The other way round, half precision ends onnxruntime 1.31 (SIGSEGV while loading)."""
+    builder, x = Builder("g", 18), np.random.default_rng(1).standard_normal((2, 3, 4)).astype(np.float32)
+    matrix = np.arange(20, dtype=np.float32).reshape(4, 5)
+    given = builder.input("x", ir.DataType.FLOAT, ["B", "T", 4])
+    turned = builder.op("Transpose", given, perm=[1, 0, 2])
+    weight = builder.const_tensor(matrix.T if computed else matrix)
+    y = builder.op("MatMul", turned, builder.op("Transpose", weight, perm=[1, 0]) if computed else weight)
+    builder.output(y, "y", ir.DataType.FLOAT, ["T", "B", 5])
+    products_first(builder)
+    model = builder.model()
+    assert [node.op_type for node in model.graph][computed:] == ["MatMul", "Transpose"]
+    session = import_onnxruntime().InferenceSession(serialised(model), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(["y"], {"x": x})[0], x.transpose(1, 0, 2) @ matrix, rtol=1e-6)
 
 
 def test_an_lstm_that_projects_is_refused() -> None:
