@@ -1,0 +1,67 @@
+"""`python tests/fuzz bundles|checkpoints`: a campaign, or one mutant of it again, or that mutant kept as files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).parents[1])  # not this folder: its files are `fuzz.…`
+
+from fuzz.campaign import run_campaign  # noqa: E402
+from fuzz.outcomes import BAD, Outcome  # noqa: E402
+from fuzz.report import finding, table  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
+    parser.add_argument("kind", choices=("bundles", "checkpoints"))
+    parser.add_argument("--count", type=int, default=2000, help="mutants of a campaign")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mutant", type=int, help="this one alone")
+    parser.add_argument("--workers", type=int, help="processes; one a core if not given")
+    parser.add_argument("--findings", type=Path, help="a file to which findings are added")
+    given = parser.parse_args()
+    _prepare(given.kind)
+    indexes = range(given.count) if given.mutant is None else [given.mutant]
+    started, done = time.monotonic(), 0
+
+    def report(outcome: Outcome) -> None:
+        nonlocal done
+        done += 1
+        if outcome.is_bad:
+            text = finding(given.kind, given.seed, outcome)
+            print(text, file=sys.stderr, flush=True)
+            if given.findings is not None:
+                with given.findings.open("a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+        if done % 500 == 0:
+            print(
+                f"{done} of {len(indexes)}, {done / (time.monotonic() - started):.1f}/s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    outcomes = run_campaign(given.kind, given.seed, indexes, report=report, workers=given.workers)
+    if given.mutant is not None:
+        [outcome] = outcomes
+        print(f"{outcome.verdict}: {outcome.detail}\n{outcome.kind}, {outcome.base}: {outcome.what}")
+    else:
+        print(
+            f"{len(outcomes):,} mutants of {given.kind}, seed {given.seed}, in {time.monotonic() - started:.0f} s\n"
+        )
+        print(table(outcomes))
+    return int(any(outcome.verdict in BAD for outcome in outcomes))
+
+
+def _prepare(kind: str) -> None:
+    """The bundles to start from, before several servers want them at once."""
+    if kind == "bundles":
+        from fuzz.bases import base_folder
+
+        base_folder()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
