@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])  # not this folder: its files are `fuzz.…`
 
+from fuzz.bases import base_folder  # noqa: E402
 from fuzz.campaign import run_campaign  # noqa: E402
 from fuzz.outcomes import BAD, Outcome  # noqa: E402
 from fuzz.report import finding, table  # noqa: E402
@@ -23,7 +24,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, help="processes; one a core if not given")
     parser.add_argument("--findings", type=Path, help="a file to which findings are added")
     given = parser.parse_args()
-    _prepare(given.kind)
+    base_folder()  # before several servers want it at once
     indexes = range(given.count) if given.mutant is None else [given.mutant]
     started, done = time.monotonic(), 0
 
@@ -53,14 +54,6 @@ def main() -> int:
         )
         print(table(outcomes))
     return int(any(outcome.verdict in BAD for outcome in outcomes))
-
-
-def _prepare(kind: str) -> None:
-    """The bundles to start from, before several servers want them at once."""
-    if kind == "bundles":
-        from fuzz.bases import base_folder
-
-        base_folder()
 
 
 if __name__ == "__main__":

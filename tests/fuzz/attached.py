@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
-
 from fuzz.draft import Draft
 from fuzz.extremes import FLOATS, extreme_array, extreme_float, extreme_int, small_int
 from fuzz.op_templates import TYPES, Template, templates
+from onnx import TensorProto, helper, numpy_helper
 
 _MOST = 1e4  # what comes out is clipped to it, so that the output stays finite
 _PLAIN = 0.1  # share of nodes that are left valid

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
+from fuzz import checkpoint_bases
+from fuzz.checkpoint_bases import Files
 from fuzz.draft import Draft
 
 ROOT = Path(__file__).parents[2]
@@ -76,13 +76,17 @@ def base_folder() -> Path:
     try:
         _make_bases(fresh)
         try:
-            os.rename(fresh, folder)
+            fresh.rename(folder)
         except OSError:  # another process was first, and its bundles are the same
             if not folder.exists():
                 raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
+
+
+def read_checkpoints(folder: Path) -> dict[str, Files]:
+    return checkpoint_bases.read_checkpoints(folder / "checkpoints")
 
 
 def read_bases(folder: Path) -> dict[str, Draft]:
@@ -104,6 +108,7 @@ def _make_bases(folder: Path) -> None:
         draft = Draft.read(name, place)
         draft.files["golden.npz"] = golden_vectors(draft.manifest)
         draft.write(place)
+    checkpoint_bases.write_checkpoints(folder / "checkpoints")
     (folder / "names.json").write_text(json.dumps([*handmade, *_EXPORTS]))
 
 
@@ -140,7 +145,7 @@ def golden_vectors(manifest: dict) -> bytes:
 def _source_hash() -> str:
     """Of all that decides what an export writes, and of what writes the others."""
     files = [path for name in ("tfm_model", "export", "runtime") for path in (ROOT / name).rglob("*.py")]
-    files += [Path(__file__), *ROOT.glob("tests/tiny_*.py")]
+    files += [Path(__file__), Path(checkpoint_bases.__file__), *ROOT.glob("tests/tiny_*.py")]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-from PIL import Image
-
-from fuzz import file_mutants, graph_mutants, manifest_mutants
+from fuzz import file_mutants, folder_tricks, graph_mutants, manifest_mutants
 from fuzz.attached import attach_operator
 from fuzz.draft import Draft, signed_manifest, write_files
+from fuzz.mutant import Mutant
+from PIL import Image
 
 # kind: how many of 100 mutants are of it
 KINDS = {
@@ -24,14 +23,6 @@ KINDS = {
     "folder": 3,
 }
 _CHATS = 0.5  # share of changed tokenizers and templates that are asked by --chat
-
-
-@dataclass(frozen=True)
-class Mutant:
-    kind: str
-    base: str
-    what: str  # what was changed, for people
-    commands: tuple[tuple[str, ...], ...]  # command lines of tfmx
 
 
 def kind_of(seed: int, index: int) -> str:
@@ -84,10 +75,10 @@ def _write(kind: str, rng: Random, draft: Draft, folder: Path) -> None:
     write_files(folder, contents, draft.manifest)
     if kind == "folder":
         if rng.random() < 0.2:
-            file_mutants.huge_sizes(rng, draft, folder)
+            folder_tricks.huge_sizes(rng, draft, folder)
             (folder / "manifest.json").write_bytes(signed_manifest(draft.manifest))
         else:
-            file_mutants.trick(rng, draft, folder)
+            draft.what.append(folder_tricks.trick(rng, folder))
 
 
 def _input(rng: Random, base: dict[str, Any], draft: Draft, place: Path) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from random import Random
 from typing import Any
 
 import onnx
-
 from fuzz.extremes import json_text
 
 MANIFEST, DIGEST_KEY = "manifest.json", "manifest_sha256"

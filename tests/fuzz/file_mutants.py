@@ -1,23 +1,19 @@
-"""Changes of a bundle's other files, signed again, and tricks with the folder itself, which no sum can cover."""
+"""Other contents for a bundle's files, signed again; JSON and templates also for checkpoints."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import struct
-from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-
 from fuzz.draft import Draft
 from fuzz.extremes import extreme_array, extreme_json, json_text, shown, small_int
 
 # Templates that go wrong in every way that Jinja knows.
-_TEMPLATES = (
+TEMPLATES = (
     "", "{{", "{% for m in messages %}", "{{ messages[99].content }}", "{{ messages.x.y }}", "{% raw %}",
     "{% for i in range(10**9) %}{{ i }}{% endfor %}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'x' * 10**9 }}", "{{ ''.__class__.__mro__ }}", "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
@@ -35,9 +31,11 @@ def change_content(rng: Random, draft: Draft) -> None:
     if name == "a graph":
         change_graph_bytes(rng, draft)
     elif name == "tokenizer.json":
-        draft.files[name] = _tokenizer(rng, draft)
+        change = damaged if rng.random() < 0.2 else changed_json
+        draft.files[name], what = change(rng, draft.files[name])
+        draft.what.append(f"tokenizer: {what}")
     elif name == "chat_template.jinja":
-        template = rng.choice(_TEMPLATES)
+        template = rng.choice(TEMPLATES)
         draft.files[name] = template.encode("utf-8", "surrogatepass")
         draft.what.append(f"chat template {template[:60]!r}")
     elif name == "golden.npz":
@@ -49,12 +47,14 @@ def change_content(rng: Random, draft: Draft) -> None:
 def change_graph_bytes(rng: Random, draft: Draft) -> None:
     """Bytes of the graph itself: kept as a file beside the others, so that it is written as it is."""
     role = draft.role(rng)
-    data = bytearray(draft.graphs.pop(role).SerializeToString(deterministic=True))
-    draft.files[draft.manifest["graphs"][role]["file"]] = _damaged(rng, draft, data)
-    draft.what[-1] = f"{role}: {draft.what[-1]}"
+    data = draft.graphs.pop(role).SerializeToString(deterministic=True)
+    draft.files[draft.manifest["graphs"][role]["file"]], what = damaged(rng, data)
+    draft.what.append(f"{role}: {what}")
 
 
-def _damaged(rng: Random, draft: Draft, data: bytearray) -> bytes:
+def damaged(rng: Random, given: bytes) -> tuple[bytes, str]:
+    """Other bytes, and what was done to them."""
+    data = bytearray(given or b"x")
     way = rng.choice(("flip", "flip", "cut", "empty", "insert", "again"))
     if way == "flip":
         for _ in range(rng.choice((1, 2, 8))):
@@ -66,24 +66,27 @@ def _damaged(rng: Random, draft: Draft, data: bytearray) -> bytes:
         data += bytes(data)
     else:
         del data[0 if way == "empty" else rng.randrange(len(data)) :]
-    draft.what.append(f"bytes: {way}")
-    return bytes(data)
+    return bytes(data), f"bytes: {way}"
 
 
-def _tokenizer(rng: Random, draft: Draft) -> bytes:
-    data = draft.files["tokenizer.json"]
-    if rng.random() < 0.2:
-        return _damaged(rng, draft, bytearray(data))
-    content = json.loads(data)
-    for _ in range(rng.choice((1, 1, 2, 3))):
+def changed_json(rng: Random, data: bytes) -> tuple[bytes, str]:
+    """A field or a few, anywhere in it."""
+    content, what = json.loads(data), []
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
         path, holder, key = _field(rng, content)
-        if rng.random() < 0.2:
+        if rng.random() < 0.15:
             del holder[key]
-            draft.what.append(f"tokenizer: {path} deleted")
+            what.append(f"{path} deleted")
         else:
-            holder[key] = extreme_json(rng, holder[key])
-            draft.what.append(f"tokenizer: {path} = {shown(holder[key])}")
-    return json_text(content).encode()
+            holder[key] = _text_too(rng, holder[key])
+            what.append(f"{path} = {shown(holder[key])}")
+    return json_text(content).encode("utf-8", "surrogatepass"), ", ".join(what)
+
+
+def _text_too(rng: Random, now: Any) -> Any:
+    """A chat template stands in JSON as well."""
+    is_long = isinstance(now, str) and len(now) > 60
+    return rng.choice((*TEMPLATES, extreme_json(rng, now))) if is_long else extreme_json(rng, now)
 
 
 def _field(rng: Random, value: Any) -> tuple[str, Any, Any]:
@@ -99,7 +102,9 @@ def _field(rng: Random, value: Any) -> tuple[str, Any, Any]:
 
 def _golden(rng: Random, draft: Draft) -> bytes:
     if rng.random() < 0.2:
-        return _damaged(rng, draft, bytearray(draft.files["golden.npz"]))
+        data, what = damaged(rng, draft.files["golden.npz"])
+        draft.what.append(f"golden: {what}")
+        return data
     with np.load(io.BytesIO(draft.files["golden.npz"])) as file:
         arrays = dict(file)
     name = rng.choice(list(arrays))
@@ -145,111 +150,3 @@ def _weights(rng: Random, draft: Draft) -> bytes:
             data[place : place + 4] = struct.pack("<f", float("nan")) if way == "nan" else rng.randbytes(4)
     draft.what.append(f"weights: {way}")
     return bytes(data)
-
-
-# --- tricks with the folder ------------------------------------------------------------------------------
-
-
-def trick(rng: Random, draft: Draft, folder: Path) -> None:
-    """After the bundle was written: the folder is no longer what the manifest says."""
-    names = sorted(path.name for path in folder.iterdir())
-    way = rng.choice(_TRICKS)
-    draft.what.append(f"folder: {way(rng, folder, folder / rng.choice(names))}")
-
-
-def _missing(rng: Random, folder: Path, path: Path) -> str:
-    path.unlink()
-    return f"{path.name} is missing"
-
-
-def _cut(rng: Random, folder: Path, path: Path) -> str:
-    os.truncate(path, rng.choice((0, 1, path.stat().st_size // 2, max(path.stat().st_size - 1, 0))))
-    return f"{path.name} cut to {path.stat().st_size} bytes"
-
-
-def _sparse(rng: Random, folder: Path, path: Path) -> str:
-    os.truncate(path, rng.choice((1 << 20, 1 << 31, 1 << 40)))
-    return f"{path.name} made sparse, {path.stat().st_size} bytes"
-
-
-def _pipe(rng: Random, folder: Path, path: Path) -> str:
-    path.unlink()
-    os.mkfifo(path)
-    return f"{path.name} is a pipe"
-
-
-def _directory(rng: Random, folder: Path, path: Path) -> str:
-    path.unlink()
-    path.mkdir()
-    return f"{path.name} is a folder"
-
-
-def _link(rng: Random, folder: Path, path: Path) -> str:
-    target = rng.choice(("/etc/passwd", "/dev/zero", "/dev/full", "nothing", path.name, "inside", "outside"))
-    if target in {"inside", "outside"}:
-        place = (folder if target == "inside" else folder.parent) / f"moved-{path.name}"
-        path.rename(place)
-        target = str(place)
-    else:
-        path.unlink()
-    path.symlink_to(target)
-    return f"{path.name} is a link to {Path(target).name}"
-
-
-def _hard_link(rng: Random, folder: Path, path: Path) -> str:
-    other = rng.choice(sorted(folder.iterdir()))
-    if other != path:
-        path.unlink()
-        path.hardlink_to(other)
-    return f"{path.name} is a hard link to {other.name}"
-
-
-def _more(rng: Random, folder: Path, path: Path) -> str:
-    name = rng.choice(
-        ("more", ".hidden", "pytorch_model.bin", "a" * 200, "\n", "é", "manifest.json.bak", "weights.bin ")
-    )
-    (folder / name).write_bytes(b"x")
-    return f"{name!r} is there too"
-
-
-def _swapped(rng: Random, folder: Path, path: Path) -> str:
-    other = rng.choice(sorted(folder.iterdir()))
-    one, two = path.read_bytes(), other.read_bytes()
-    path.write_bytes(two)
-    other.write_bytes(one)
-    return f"{path.name} and {other.name} swapped"
-
-
-def _unreadable_name(rng: Random, folder: Path, path: Path) -> str:
-    path.rename(folder / os.fsdecode(b"\xff\xfe"))
-    return f"{path.name} renamed to bytes that are no text"
-
-
-def _flipped(rng: Random, folder: Path, path: Path) -> str:
-    data = bytearray(path.read_bytes() or b"x")
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-    return f"{path.name}: a bit flipped"
-
-
-def _garbage(rng: Random, folder: Path, path: Path) -> str:
-    path.write_bytes(
-        rng.choice(
-            (b"null", b"[]", b"{}", b"\xff" * 100, b"[" * 100_000, b"\xef\xbb\xbf{}", b'{"format": 3}')
-        )
-    )
-    return f"{path.name}: other bytes"
-
-
-_TRICKS: tuple[Callable[[Random, Path, Path], str], ...] = (
-    _missing, _cut, _sparse, _pipe, _directory, _link, _link, _hard_link, _more, _swapped, _unreadable_name, _flipped, _garbage,
-)  # fmt: skip
-
-
-def huge_sizes(rng: Random, draft: Draft, folder: Path) -> None:
-    """A file as large as the manifest says, and nearly all of it a hole."""
-    name = rng.choice(sorted(draft.manifest["files"]))
-    size = rng.choice((1 << 22, 1 << 28, 1 << 31, 1 << 40))
-    os.truncate(folder / name, size)
-    draft.manifest["files"][name]["size"] = size
-    draft.what.append(f"folder: {name} is sparse, {size} bytes, as the manifest says")

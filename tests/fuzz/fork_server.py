@@ -14,20 +14,25 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fuzz.mutant import Mutant
 
 HERE = Path(__file__).parent
 LIMITS = {"bundles": 5.0, "checkpoints": 5.0}  # seconds of a mutant
 _LONGEST = 60.0  # whatever the machine is busy with
 
-Make = Callable[[int, Path], tuple[str, str, str, list[tuple[str, ...]]]]
+Make = Callable[[int, Path], "Mutant"]
 
 
 def main(kind: str, seed: int, place: Path) -> None:
-    make, describe, twice = _load(kind, seed)
+    make, describe = (_bundles if kind == "bundles" else _checkpoints)(seed)
     gc.freeze()  # what is there now stays, and is shared with every child
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -35,47 +40,60 @@ def main(kind: str, seed: int, place: Path) -> None:
         folder = place / f"{kind}-{seed}-{index}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        outcome = _run(index, folder, make, kind, twice=twice)
-        if not outcome["kind"]:
-            outcome["kind"] = describe(seed, index)
+        outcome = _run(index, folder, make, kind)
+        outcome["kind"] = outcome["kind"] or describe(index)  # it could not be made
         shutil.rmtree(folder, ignore_errors=True)
         print(json.dumps(outcome), flush=True)
 
 
-def _load(kind: str, seed: int) -> tuple[Make, Callable[[int, int], str], bool]:
-    """What makes a mutant of this kind, what names its kind, and whether what runs is to run twice."""
-    import click  # noqa: F401
+def _bundles(seed: int) -> tuple[Make, Callable[[int], str]]:
+    """What makes a mutant, and what names its kind beforehand."""
+    from fuzz import bundle_mutants
+    from fuzz.bases import base_folder, read_bases
+    from rich.progress import Progress  # noqa: F401
+
+    import tfmx.cli.answer
+    import tfmx.cli.apply
+    import tfmx.cli.chat
     import tfmx.cli.inspect
     import tfmx.cli.run
     import tfmx.cli.verify
     import tfmx.runtime.golden
+    import tfmx.runtime.images
     import tfmx.runtime.loading  # noqa: F401
-    from rich.progress import Progress  # noqa: F401
 
-    if kind == "bundles":
-        import numpy.random  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import tfmx.cli.answer
-        import tfmx.cli.apply  # noqa: F401
-        from fuzz import bundle_mutants
-        from fuzz.bases import base_folder, read_bases
-
-        bases = read_bases(base_folder())
-
-        def make(index: int, folder: Path) -> tuple[str, str, str, list[tuple[str, ...]]]:
-            mutant = bundle_mutants.make_mutant(seed, index, bases, folder / "bundle")
-            return mutant.kind, mutant.base, mutant.what, list(mutant.commands)
-
-        return make, bundle_mutants.kind_of, True
-    raise SystemExit(f"there are no mutants of kind {kind}")
+    bases = read_bases(base_folder())
+    return (
+        lambda index, folder: bundle_mutants.make_mutant(seed, index, bases, folder),
+        lambda index: bundle_mutants.kind_of(seed, index),
+    )
 
 
-def _run(index: int, folder: Path, make: Make, kind: str, *, twice: bool) -> dict[str, object]:
+def _checkpoints(seed: int) -> tuple[Make, Callable[[int], str]]:
+    import torch
+    from fuzz import checkpoint_mutants
+    from fuzz.bases import base_folder, read_checkpoints
+
+    from tfmx.cli.boundary import run_guarded
+    from tfmx.cli.entry import group
+
+    torch.set_num_threads(1)
+    bases = read_checkpoints(base_folder())
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
+        # torch.onnx imports most of itself at the first export, and collects its translations: once is enough
+        run_guarded(group, ["export", "preset:decoder", "-o", f"{out}/bundle", "--no-verify"])
+    return (
+        lambda index, folder: checkpoint_mutants.make_mutant(seed, index, bases, folder),
+        lambda index: checkpoint_mutants.kind_of(seed, index, bases),
+    )
+
+
+def _run(index: int, folder: Path, make: Make, kind: str) -> dict[str, object]:
     from fuzz.outcomes import GENERATOR, HANG, killed, worst
 
     child = os.fork()
     if child == 0:
-        _be_the_child(index, folder, make, twice=twice)
+        _be_the_child(index, folder, make)
     status = _wait(child, LIMITS[kind])
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what it started
@@ -93,16 +111,16 @@ def _run(index: int, folder: Path, make: Make, kind: str, *, twice: bool) -> dic
     return {"index": index, "kind": name, "base": base, "what": what, "verdict": verdict, "detail": detail}
 
 
-def _be_the_child(index: int, folder: Path, make: Make, *, twice: bool) -> None:
+def _be_the_child(index: int, folder: Path, make: Make) -> None:
     from fuzz.child import Steps, limit_child, run_commands
 
     try:
         os.setsid()
         steps = Steps(folder / "steps")
-        name, base, what, commands = make(index, folder)
-        steps.write(made=(name, base, what))
+        mutant = make(index, folder / "mutant")
+        steps.write(made=(mutant.kind, mutant.base, mutant.what))
         limit_child()
-        run_commands(commands, folder, steps, twice=twice)
+        run_commands(mutant.commands, folder, steps)
         os._exit(0)
     except BaseException:  # noqa: BLE001 (nothing of the child may go on in the parent's loop)
         (folder / "fault").write_text(traceback.format_exc())

@@ -8,12 +8,11 @@ from random import Random
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
-
 from fuzz.attached import changed_attribute, make_attribute
 from fuzz.draft import Draft
 from fuzz.extremes import extreme_array, extreme_int, small_int
 from fuzz.op_templates import templates
+from onnx import helper, numpy_helper
 
 Edit = Callable[[Random, onnx.ModelProto], str]
 _ITEM_SIZES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2}
@@ -389,7 +388,8 @@ def cast_type(rng: Random, model: onnx.ModelProto) -> str:
         return "no Cast"
     node = rng.choice(casts)
     to = rng.choice((*_ITEM_SIZES, *_DTYPES))
-    node.attribute[0].i = to
+    del node.attribute[:]
+    node.attribute.append(helper.make_attribute("to", to))
     if rng.random() < 0.4:
         node.attribute.append(helper.make_attribute("saturate", rng.choice((0, 1, 2, -1))))
     return f"{_title(node)}: to {to}"

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import onnx
-
 from fuzz.draft import Draft
 from fuzz.extremes import TEXTS, extreme_int, extreme_json, shown, small_int
 
@@ -149,7 +148,7 @@ def _declare(value: onnx.ValueInfoProto, changed: dict[str, Any]) -> None:
 def _sizes(rng: Random, draft: Draft) -> str:
     """Lengths, vocabularies, classes and pixels: where a size stands twice, both are changed."""
     manifest = draft.manifest
-    inputs, outputs = manifest["inputs"], manifest["outputs"]
+    inputs = manifest["inputs"]
     size = rng.choice((1, 2, 3, 1000, 2**20, 2**31 - 1, extreme_int(rng)))
     way = rng.choice(("context", "length", "vocabulary", "outputs", "features", "image", "dtype", "tokens"))
     if way in {"context", "length"}:
