@@ -15,16 +15,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 from unittest import mock
 
 import numpy as np
-from fuzz.heap import FILLS, fill_memory, without_arena
+from fuzz.heap import FILLS, fill_memory, sessions
 from fuzz.outcomes import DIFFERS, RAN, judge
+
+from tfmx.cli.boundary import run_guarded
+from tfmx.cli.entry import group
+from tfmx.runtime import golden
 
 MEMORY = 3 << 30  # bytes of address space beyond what the parent has
 CPU_SECONDS = 20
 FILE_SIZE = 1 << 30  # bytes that may be written to one file
+
+
+Given = tuple[str, str, list[bytes]]  # class, standard output, arrays that were compared
 
 
 class Steps:
@@ -74,39 +81,36 @@ class Streams:
 
 
 def run_commands(commands: Sequence[tuple[str, ...]], place: Path, steps: Steps) -> None:
-    """What ran onnxruntime runs again in memory filled with something else, and must give the same."""
-    from tfmx.cli.boundary import run_guarded
-    from tfmx.cli.entry import group
-
-    streams = Streams(place)
-
-    def run(command: tuple[str, ...]) -> tuple[tuple[str, str], object]:
-        steps.write(command=command[0])
-        with recorded() as arrays:
-            code = run_guarded(group, list(command))
-        out, err = streams.take()
-        found = judge(command[0], code, out, err)
-        return found, (found[0], _without_times(out), arrays)
-
+    """The last that ran graphs runs again in memory filled with something else, and must give the same."""
+    streams, ran = Streams(place), None
     for command in commands:
-        fill_memory(FILLS[0])
-        found, given = run(command)
+        steps.write(command=command[0])
+        found, given = _run(command, streams, again=False)
         steps.write(found=found)
-        if command[0] not in {"run", "verify"} or found[0] != RAN:
-            continue
-        fill_memory(FILLS[1])
-        with without_arena():
-            again, given_again = run(command)
+        if found[0] == RAN and command[0] in {"run", "verify"}:
+            ran = command, given
+    if ran is not None:
+        command, given = ran
+        steps.write(command=f"{command[0]} again")
+        found, given_again = _run(command, streams, again=True)
         if given != given_again:
             steps.write(found=(DIFFERS, f"{command[0]}: {_difference(given, given_again)}"))
-        steps.write(found=again)
+        steps.write(found=found)
+
+
+def _run(command: tuple[str, ...], streams: Streams, *, again: bool) -> tuple[tuple[str, str], Given]:
+    """The class of a command line, its line, and what it gave."""
+    fill_memory(FILLS[again])
+    with recorded() as arrays, sessions(arena=not again):
+        code = run_guarded(group, list(command))
+    out, err = streams.take()
+    found = judge(command[0], code, out, err)
+    return found, (found[0], _without_times(out), arrays)
 
 
 @contextmanager
 def recorded() -> Iterator[list[bytes]]:
     """The outputs that `tfmx verify` compares, to the bit; of NaN there are many, and they count as one."""
-    from tfmx.runtime import golden
-
     arrays: list[bytes] = []
     compare = golden._difference
 
@@ -126,7 +130,7 @@ def _without_times(out: str) -> str:
     return json.dumps(content)
 
 
-def _difference(one: Any, other: Any) -> str:
+def _difference(one: Given, other: Given) -> str:
     for part, again in zip(one, other, strict=True):
         if part == again:
             continue

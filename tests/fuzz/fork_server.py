@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -48,19 +49,13 @@ def main(kind: str, seed: int, place: Path) -> None:
 
 def _bundles(seed: int) -> tuple[Make, Callable[[int], str]]:
     """What makes a mutant, and what names its kind beforehand."""
+    _import(
+        "fuzz.child numpy.random onnxruntime rich.progress PIL.PngImagePlugin tfmx.cli.answer tfmx.cli.apply tfmx.cli.chat "
+        "tfmx.cli.inspect tfmx.cli.run tfmx.cli.verify tfmx.runtime.append_engine tfmx.runtime.capacity_engine "
+        "tfmx.runtime.golden tfmx.runtime.images tfmx.runtime.loading"
+    )
     from fuzz import bundle_mutants
     from fuzz.bases import base_folder, read_bases
-    from rich.progress import Progress  # noqa: F401
-
-    import tfmx.cli.answer
-    import tfmx.cli.apply
-    import tfmx.cli.chat
-    import tfmx.cli.inspect
-    import tfmx.cli.run
-    import tfmx.cli.verify
-    import tfmx.runtime.golden
-    import tfmx.runtime.images
-    import tfmx.runtime.loading  # noqa: F401
 
     bases = read_bases(base_folder())
     return (
@@ -70,6 +65,7 @@ def _bundles(seed: int) -> tuple[Make, Callable[[int], str]]:
 
 
 def _checkpoints(seed: int) -> tuple[Make, Callable[[int], str]]:
+    _import("fuzz.child tfmx.cli.export")
     import torch
     from fuzz import checkpoint_mutants
     from fuzz.bases import base_folder, read_checkpoints
@@ -86,6 +82,12 @@ def _checkpoints(seed: int) -> tuple[Make, Callable[[int], str]]:
         lambda index, folder: checkpoint_mutants.make_mutant(seed, index, bases, folder),
         lambda index: checkpoint_mutants.kind_of(seed, index, bases),
     )
+
+
+def _import(modules: str) -> None:
+    """Now, so that no child has to."""
+    for module in modules.split():
+        importlib.import_module(module)
 
 
 def _run(index: int, folder: Path, make: Make, kind: str) -> dict[str, object]:
@@ -116,6 +118,7 @@ def _be_the_child(index: int, folder: Path, make: Make) -> None:
 
     try:
         os.setsid()
+        gc.disable()  # the child ends soon
         steps = Steps(folder / "steps")
         mutant = make(index, folder / "mutant")
         steps.write(made=(mutant.kind, mutant.base, mutant.what))

@@ -10,8 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    from tfmx.runtime.devices import Device
 
 _M_PERTURB = -6
 FILLS = (0x5A, 0xA5)  # glibc writes the complement: as float32 -3e-16 and 1.5e16, as float16 -0.02 and 203
@@ -23,22 +27,22 @@ def fill_memory(value: int) -> None:
 
 
 @contextmanager
-def without_arena() -> Iterator[None]:
+def sessions(*, arena: bool) -> Iterator[None]:
+    """Sessions of one thread, with onnxruntime's arena or without."""
     from tfmx.runtime import session
 
-    make = session._session_options
+    make_options, run_options = session._session_options, session.Session._run_options
 
-    def changed(*arguments: Any) -> Any:
-        options = make(*arguments)
-        options.enable_cpu_mem_arena = False
-        return options
+    def options(ort: Any, folder: Path, device: Device, _threads: int | None) -> Any:
+        made = make_options(ort, folder, device, 1)
+        made.enable_cpu_mem_arena = arena
+        return made
 
-    def unshrunk(self: Any, *, shrink: bool) -> Any:  # there is no arena that could be
-        return give_options(self, shrink=False)
+    def unshrunk(self: Any, *, shrink: bool) -> Any:  # an arena that is not there cannot be shrunk
+        return run_options(self, shrink=shrink and arena)
 
-    give_options = session.Session._run_options
     with (
-        mock.patch.object(session, "_session_options", changed),
+        mock.patch.object(session, "_session_options", options),
         mock.patch.object(session.Session, "_run_options", unshrunk),
     ):
         yield
