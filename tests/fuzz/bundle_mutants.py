@@ -44,7 +44,7 @@ def make_mutant(seed: int, index: int, bases: dict[str, Draft], folder: Path) ->
     _write(kind, rng, draft, folder)
     commands = [("inspect", str(folder)), ("verify", str(folder))]
     if not _only_for_verify(base.manifest, draft):
-        given = _input(rng, base.manifest, draft, folder)
+        given = given_input(rng, base.manifest, draft, folder)
         commands.insert(1, ("run", str(folder), *given, "--threads", "1", "--quiet"))
     return Mutant(kind, draft.base, "; ".join(draft.what), tuple(commands))
 
@@ -87,7 +87,7 @@ def _write(kind: str, rng: Random, draft: Draft, folder: Path) -> None:
             draft.what.append(folder_tricks.trick(rng, folder))
 
 
-def _input(rng: Random, base: dict[str, Any], draft: Draft, place: Path) -> tuple[str, ...]:
+def given_input(rng: Random, base: dict[str, Any], draft: Draft, place: Path) -> tuple[str, ...]:
     """What the base takes, written beside the folder if it is a file; a chat where the mutant is about that."""
     inputs = base["inputs"]
     if inputs["kind"] == "vectors":

@@ -25,15 +25,16 @@ def run_campaign(
     *,
     report: Callable[[Outcome], None] = lambda _: None,
     workers: int | None = None,
+    server: Sequence[str] = (str(SERVER),),
 ) -> list[Outcome]:
-    """The outcomes in the order of their numbers; `report` hears of each as it comes."""
+    """The outcomes in the order of their numbers; `report` hears of each as it comes. `server`: the program, and its first arguments."""
     numbers, lock = iter(indexes), threading.Lock()
     outcomes: list[Outcome] = []
     failures: list[BaseException] = []
 
     def serve() -> None:
         try:
-            for outcome in _server(kind, seed, place, _shared(numbers, lock)):
+            for outcome in _serve([*server, kind, str(seed), str(place)], _shared(numbers, lock)):
                 with lock:
                     outcomes.append(outcome)
                     report(outcome)
@@ -62,8 +63,8 @@ def _shared(numbers: Iterator[int], lock: threading.Lock) -> Iterator[int]:
         yield number
 
 
-def _server(kind: str, seed: int, place: Path, numbers: Iterator[int]) -> Iterator[Outcome]:
-    command = [sys.executable, str(SERVER), kind, str(seed), str(place)]
+def _serve(arguments: Sequence[str], numbers: Iterator[int]) -> Iterator[Outcome]:
+    command = [sys.executable, *arguments]
     environment = os.environ | _ALONE | {"GLIBC_TUNABLES": TUNABLES, "TOKENIZERS_PARALLELISM": "false"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as server:
@@ -76,6 +77,6 @@ def _server(kind: str, seed: int, place: Path, numbers: Iterator[int]) -> Iterat
             server.stdin.flush()
             line = server.stdout.readline()
             if not line:
-                raise RuntimeError(f"the fork server ended at mutant {number} of seed {seed}")
+                raise RuntimeError(f"the fork server ended at mutant {number}: {arguments}")
             yield Outcome(**json.loads(line))
         server.stdin.close()

@@ -5,6 +5,7 @@ magic, version, number of tensors, number of values, the values, the tensors' en
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -116,16 +117,15 @@ def _written_value(value: Value) -> bytes:
 
 
 def _written_item(kind: int, item: Any) -> bytes:
-    """As the kind says, if it can be; else as what it is."""
+    """As the kind says, if it can be; else as what it is, or as its first item."""
+    if isinstance(item, list):
+        item = item[0] if item else 0
     if isinstance(item, bytes):
         return _written_text(item)
     form = _FORMS.get(kind, "I")
-    try:
-        return struct.pack(f"<{form}", item)
-    except (struct.error, OverflowError):
-        return _number(
-            form if form not in "fd?" else "I", int(item) if item == item and abs(item) < 1e300 else 0
-        )
+    if form in "fd":
+        return struct.pack(f"<{form}", max(-3e38, min(3e38, item)) if math.isfinite(item) else item)
+    return _number("B" if form == "?" else form, int(item) if math.isfinite(item) else 0)
 
 
 def _written_text(text: bytes) -> bytes:
