@@ -24,7 +24,7 @@ _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16}
 
 def attach_operator(rng: Random, draft: Draft) -> None:
     role = draft.role(rng)
-    template = rng.choice(templates()).drawn(rng)
+    template = rng.choices(templates(), [_weight(template) for template in templates()])[0].drawn(rng)
     changes = (
         [] if rng.random() < _PLAIN else [_spoil(rng, template) for _ in range(rng.choice((1, 1, 2, 3)))]
     )
@@ -34,6 +34,11 @@ def attach_operator(rng: Random, draft: Draft) -> None:
     draft.what.append(
         f"{role}: {template.name} attached{what}, live inputs {[i for i, on in enumerate(live) if on]}"
     )
+
+
+def _weight(template: Template) -> int:
+    """The more an operator takes, the more can be wrong about it."""
+    return 1 + len(template.attributes) + len(template.inputs) // 2
 
 
 def main_output(draft: Draft, role: str) -> str:
@@ -193,6 +198,17 @@ def _values(rng: Random, template: Template) -> str:
     assert array is not None
     template.arrays[index] = extreme_array(rng, array)
     return f"input {index} = {str(template.arrays[index].reshape(-1)[:6].tolist())[:70]}"
+
+
+def _opposites(rng: Random, template: Template) -> str:
+    """Whole numbers whose quotient, product or difference cannot be held: the smallest, and -1."""
+    smallest = rng.choice(_filled(template))
+    for index in _filled(template):
+        array = template.arrays[index]
+        if array is not None and array.dtype.kind == "i" and array.size < 100:
+            value = np.iinfo(array.dtype).min if index == smallest else -1
+            template.arrays[index] = np.full_like(array, value)
+    return f"input {smallest} the smallest, the others -1"
 
 
 def _absent(rng: Random, template: Template) -> str:
