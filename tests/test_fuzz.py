@@ -69,6 +69,17 @@ def test_bundles_run_as_long_as_nothing_is_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoints_export_as_long_as_nothing_is_changed(tmp_path: Path) -> None:
+    for name, files in read_checkpoints(base_folder()).items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, data in files.items():
+            (folder / file).write_bytes(data)
+        done = tfmx("export", checkpoint_mutants.source_of(folder), "-o", tmp_path / "bundle", "--no-verify")
+        assert (done.code, done.err.count("error")) == (0, 0), (name, done)
+
+
+@pytest.mark.slow
 def test_a_number_and_a_seed_give_the_same_mutant(tmp_path: Path) -> None:
     bases, checkpoints = read_bases(base_folder()), read_checkpoints(base_folder())
     for number in range(60):

@@ -68,9 +68,11 @@ def _write_gguf(folder: Path, matrices: int) -> None:
         tiny_bundle.tiny_tokenizer().get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]
     )
     tokens = [token for token, _ in vocabulary]
-    tokens += [f"<unused{index}>" for index in range(TOKENS - len(tokens))]
+    tokens += [f"<unused{index}>" for index in range(TOKENS - 1 - len(tokens))] + [
+        "ab"
+    ]  # what the one merge makes
     own = {
-        "model": "gpt2", "pre": "smollm", "tokens": tokens, "token_type": [1] * 256 + [3] * (TOKENS - 256), "merges": ["a b"],
+        "model": "gpt2", "pre": "smollm", "tokens": tokens, "token_type": [1] * 256 + [3] * (TOKENS - 257) + [1], "merges": ["a b"],
         "bos_token_id": 256, "eos_token_id": 257, "add_bos_token": True, "chat_template": tiny_bundle.CHAT_TEMPLATE,
     }  # fmt: skip
     metadata = {

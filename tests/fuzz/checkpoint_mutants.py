@@ -44,12 +44,17 @@ def make_mutant(seed: int, index: int, bases: dict[str, Files], place: Path) -> 
     place.mkdir()
     for name, data in files.items():
         (place / name).write_bytes(data)
+    source = source_of(place)
     if kind == "folder":
         what = [folder_tricks.trick(rng, place)]
-    source = place / "model.gguf" if "model.gguf" in files else place
     out = place.with_name("exported")
     export = ("export", str(source), "-o", str(out), "--no-verify", *rng.choice(_OPTIONS))
     return Mutant(kind, base, "; ".join(what), (export,))
+
+
+def source_of(folder: Path) -> Path:
+    """What `tfmx export` is given."""
+    return folder / "model.gguf" if (folder / "model.gguf").exists() else folder
 
 
 def _draw(seed: int, index: int, bases: dict[str, Files]) -> tuple[str, str, Random]:
