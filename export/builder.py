@@ -80,6 +80,7 @@ class Builder:
             assert axes is not None
             assert axes.const_value is not None
             attributes["axes"] = axes.const_value.numpy().tolist()
+            attributes.pop("noop_with_empty_axes", None)  # came with the input
         node = ir.node(op_type, trimmed, attributes, domain=domain, num_outputs=n_outputs)
         return self.add(node)
 

@@ -229,10 +229,12 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
     link_weights(graphs.models.values(), graphs.tensors)
     progress.stage("writing weights", sum(tensor.nbytes for tensor in distinct(graphs.tensors)))
     digest = write_weights(folder / WEIGHTS_FILE, graphs.tensors, progress.advance)
+    longest = max(model.max_context, model.signature.inputs.length)
     files = {WEIGHTS_FILE: FileInfo(size=(folder / WEIGHTS_FILE).stat().st_size, sha256=digest)}
     for kind, graph in graphs.models.items():
         content = serialised(graph)
-        audit_graph(content, graph_info(kind, graph), files[WEIGHTS_FILE].size)  # before onnxruntime sees it
+        # before onnxruntime sees it
+        audit_graph(content, graph_info(kind, graph), files[WEIGHTS_FILE].size, longest)
         files[f"{kind}.onnx"] = _write(folder / f"{kind}.onnx", content)
     for name, text in model.texts.items():
         files[name] = _write(folder / name, text.encode())

@@ -107,7 +107,10 @@ class Bundle:
         if role not in self._graphs:
             graph, weights = self.manifest.graphs[role], self.manifest.files.get(WEIGHTS)
             data = _read(self.path / graph.file, self.manifest.files[graph.file], check=self.checked)
-            self._graphs[role] = data, audit_graph(data, graph, weights.size if weights else 0)
+            self._graphs[role] = (
+                data,
+                audit_graph(data, graph, weights.size if weights else 0, self.manifest.longest),
+            )
         return self._graphs[role]
 
     def read(self, name: str) -> bytes | None:

@@ -1,7 +1,8 @@
 """Memory that runs read and write in place: a numpy array on the CPU, an OrtValue on CUDA.
 
-It is bound by address, so one row of a batch can be bound alone. CPU memory is aligned for vector
-instructions and not touched before it is used: a large capacity costs address space, not memory.
+It is bound by address, so one row of a batch can be bound alone. It begins as zeros, for a graph may read slots before a
+token was written to them, and what lay there before is nobody's answer. CPU memory is aligned for vector instructions
+and not touched before it is used (the system's own pages are zeros): a large capacity costs address space, not memory.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class DeviceBuffer:
         self._array: npt.NDArray[Any] | None = None
         self._value: Any = None
         if device.kind == "cpu":
-            self._array = _aligned_empty(shape, dtype)
+            self._array = _aligned_zeros(shape, dtype)
             self.pointer = int(self._array.ctypes.data)
-        else:  # zeros: a stray NaN in unused slots must not reach a kernel that multiplies before it masks
+        else:
             self._put(np.zeros(shape, dtype))
 
     @property
@@ -78,8 +79,8 @@ def _copy_rows(
         target[to][part] = source[row][part]
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[Any]:
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

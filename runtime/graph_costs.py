@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .graph_audit import _ATTRIBUTE, _GRAPH, _ITEM_SIZES, _MODEL, _NODE, _TENSOR
-from .wire import Message, read_message
+from .audit.reading import Node, read_attribute, read_graph
 
 _GATHERING = {"Gather", "GatherBlockQuantized", "GroupQueryAttention", "RotaryEmbedding", "Shape"}
 _PRODUCTS = {"MatMul", "Gemm", "MatMulInteger"}
@@ -36,26 +35,17 @@ class Costs:
     head: int  # the same of the last product, the one that gives the vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    shape: tuple[int, ...]
-    size: int  # bytes
-    values: tuple[int, ...]  # of a short list of int64: a shape
-
-
 def graph_costs(data: bytes, outputs: int) -> Costs:
     """`outputs`: how many numbers the graph's main output has for a position."""
-    model = read_message(memoryview(data), _MODEL, "the model")
-    graph = read_message(model.views("graph")[0], _GRAPH, "the graph")
-    tensors = dict(_read_tensor(view) for view in graph.views("initializer"))
-    nodes = [read_message(view, _NODE, "a node") for view in graph.views("node")]
+    graph = read_graph(data)
+    tensors = {tensor.name: tensor for tensor in graph.tensors}
     read: set[str] = set()
     shapes = {
         name: tensor.shape for name, tensor in tensors.items()
     }  # of what is computed from weights alone
     products: list[tuple[int, ...]] = []
-    for node in nodes:
-        op, inputs = node.text("op_type"), node.texts("input")
+    for node in graph.nodes:
+        op, inputs = node.op.rpartition(".")[2], node.inputs
         if op not in _GATHERING:
             read.update(inputs)
         if op == "MatMulNBits":
@@ -65,9 +55,9 @@ def graph_costs(data: bytes, outputs: int) -> Costs:
         elif op == "LSTM":
             products += [shapes[name] for name in inputs[1:3] if name in shapes]
         elif op == "Reshape" and inputs[0] in shapes and inputs[1] in tensors:
-            shapes[node.texts("output")[0]] = tensors[inputs[1]].values
+            shapes[node.outputs[0]] = tensors[inputs[1]].integers or ()
         elif op in _UNPACKING and inputs[0] in shapes:
-            shapes[node.texts("output")[0]] = shapes[inputs[0]]
+            shapes[node.outputs[0]] = shapes[inputs[0]]
     sizes = [2 * math.prod(shape) for shape in products]
     heads = [place for place, shape in enumerate(products) if outputs in shape]
     head = sizes.pop(heads[-1]) if heads else 0
@@ -75,18 +65,10 @@ def graph_costs(data: bytes, outputs: int) -> Costs:
     return Costs(weight_bytes=weight_bytes, body=sum(sizes), head=head)
 
 
-def _read_tensor(view: memoryview) -> tuple[str, _Tensor]:
-    tensor = read_message(view, _TENSOR, "a tensor")
-    shape = tuple(tensor.numbers("dims"))
-    values = tuple(tensor.numbers("int64_data"))
-    if tensor.number("data_type") == 7 and tensor.has("raw_data"):
-        values = tuple(tensor.views("raw_data")[0].cast("q"))
-    size = math.prod(shape) * _ITEM_SIZES[tensor.number("data_type")]
-    return tensor.text("name"), _Tensor(shape, size, values)
-
-
-def _block_shape(node: Message) -> tuple[int, int]:
+def _block_shape(node: Node) -> tuple[int, int]:
     """Of MatMulNBits, whose weight is packed."""
-    attributes = [read_message(view, _ATTRIBUTE, "an attribute") for view in node.views("attribute")]
-    found = {attribute.text("name"): attribute.number("i") for attribute in attributes}
-    return found["K"], found["N"]
+    found = dict(map(read_attribute, node.attributes))
+    K, N = found["K"], found["N"]
+    assert isinstance(K, int)
+    assert isinstance(N, int)
+    return K, N

@@ -91,6 +91,11 @@ class Manifest:
         return self.kind != "encoder" and self.outputs.kind == "tokens"
 
     @property
+    def longest(self) -> int:
+        """What no sequence that a graph is fed is longer than, with what is cached."""
+        return max(self.max_context, self.inputs.length)
+
+    @property
     def fixed_outputs(self) -> list[str]:
         """What the encode graph computes once for the decoder."""
         return [entry.present for entry in self.state if entry.growth == "fixed"]

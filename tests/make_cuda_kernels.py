@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import onnx
 
-from tfmx.runtime.ops import OPS, OPSETS
+from tfmx.runtime.audit.contracts import OPS
+from tfmx.runtime.ops import OPSETS
 
 DATA = Path(__file__).parent / "data" / "cuda_kernels.json"
 DOCUMENT = "docs/OperatorKernels.md"

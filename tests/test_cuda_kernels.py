@@ -24,8 +24,8 @@ from tfmx.export.recipe import parse_layout
 from tfmx.export.stitch import GraphKind, WeightPlan, stitch_decoder
 from tfmx.export.trace import DecoderFragments, trace_decoder
 from tfmx.export.weights import link_weights, stored_tensors, torch_dtype
+from tfmx.runtime.audit.contracts import OPS
 from tfmx.runtime.devices import _HEAVY_OPS
-from tfmx.runtime.ops import OPS
 from tfmx.tfm_model.config import (
     AttentionConfig,
     HeadConfig,
