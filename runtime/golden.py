@@ -109,6 +109,8 @@ def _decode_name(manifest: Manifest) -> str:
 
 
 def _difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
+    if found.shape != expected.shape:
+        raise BundleError(f"{GOLDEN} expects {expected.shape} where the graphs give {found.shape}")
     return float(np.abs(found.astype(np.float64) - expected).max())  # max keeps NaN
 
 
@@ -135,6 +137,9 @@ def _check_case(name: str, case: _Case, manifest: Manifest) -> None:
     parts |= {"target_ids"} if manifest.kind == "encoder-decoder" else set()
     if set(case) != parts:
         raise BundleError(f"{GOLDEN}: case {name!r} holds {sorted(case)}, expected {sorted(parts)}")
+    for part, array in case.items():
+        if array.dtype.kind not in "biuf":
+            raise BundleError(f"{GOLDEN}: case {name!r} has {part} of {array.dtype}, expected numbers")
     if not _shapes_fit(case, manifest):
         raise BundleError(f"{GOLDEN}: the arrays of case {name!r} do not fit together")
     if "attention_mask" in parts:
@@ -157,7 +162,8 @@ def _shapes_fit(case: _Case, manifest: Manifest) -> bool:
         T = 0 if lead == 1 else data.shape[1]
         shape = (B, outputs.size) if outputs.pooled else (B, *expected.shape[1:2], outputs.size)
         return expected.shape == shape and (outputs.pooled or expected.shape[1] >= T)
-    if "target_ids" in case and (case["target_ids"].ndim != 2 or len(case["target_ids"]) != B):
+    target = case.get("target_ids", np.zeros((B, 1)))
+    if target.ndim != 2 or len(target) != B or not target.size:
         return False
     tail = manifest.inputs.shape if manifest.kind == "decoder" else ()
     return expected.shape == (n, B, outputs.size) and case[_decode_name(manifest)].shape == (n - 1, B, *tail)

@@ -31,7 +31,7 @@ from fuzz.outcomes import (
 from fuzz.report import finding, findings, table
 from onnx import helper
 
-from tfmx.runtime.ops import OPS
+from tfmx.runtime.audit.contracts import OPS
 
 BUNDLES, CHECKPOINTS, SEED = 2000, 100, 1
 
@@ -108,7 +108,7 @@ def _manifest(folder: Path) -> bytes | None:
 
 def test_every_operator_that_bundles_may_contain_has_a_template() -> None:
     written = {(template.domain, template.op) for template in templates()}
-    assert written == {(domain, op) for domain, names in OPS.items() for op in names}
+    assert {(domain, op) for domain, names in OPS.items() for op in names} <= written
 
 
 @pytest.mark.parametrize("is_live", [False, True])

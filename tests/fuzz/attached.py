@@ -17,18 +17,23 @@ from fuzz.extremes import FLOATS, extreme_array, extreme_float, extreme_int, sma
 from fuzz.op_templates import TYPES, Template, templates
 from onnx import TensorProto, helper, numpy_helper
 
+from tfmx.runtime.audit.contracts import OPS
+
 _MOST = 1e4  # what comes out is clipped to it, so that the output stays finite
 _PLAIN = 0.1  # share of nodes that are left valid
+_LIVE, _LIVE_SIZES = 0.6, 0.05  # share of inputs that depend on what is given
+_REFUSED = 0.07  # weight of an operator that no bundle may have
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16}
 
 
 def attach_operator(rng: Random, draft: Draft) -> None:
     role = draft.role(rng)
     template = rng.choices(templates(), [_weight(template) for template in templates()])[0].drawn(rng)
+    chances = [_LIVE_SIZES if _chooses(text) else _LIVE for text in template.inputs]
     changes = (
         [] if rng.random() < _PLAIN else [_spoil(rng, template) for _ in range(rng.choice((1, 1, 2, 3)))]
     )
-    live = [rng.random() < 0.6 for _ in template.arrays]
+    live = [rng.random() < chance for chance in chances]
     attach(draft.graphs[role], template, live, main_output(draft, role))
     what = f" ({', '.join(changes)})" if changes else ""
     draft.what.append(
@@ -36,9 +41,15 @@ def attach_operator(rng: Random, draft: Draft) -> None:
     )
 
 
-def _weight(template: Template) -> int:
-    """The more an operator takes, the more can be wrong about it."""
-    return 1 + len(template.attributes) + len(template.inputs) // 2
+def _weight(template: Template) -> float:
+    """The more an operator takes, the more can be wrong about it; those that are refused by their name come seldom."""
+    allowed = 1 if template.op in OPS.get(template.domain, ()) else _REFUSED
+    return allowed * (1 + len(template.attributes) + len(template.inputs) // 2)
+
+
+def _chooses(text: str) -> bool:
+    """Sizes, axes, codes: what an operator wants to know beforehand."""
+    return text[0] in "qu" or (text[0] in "in" and text[1:2] in "=@")
 
 
 def main_output(draft: Draft, role: str) -> str:
