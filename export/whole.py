@@ -232,9 +232,12 @@ class WholeSource:
     def _step_maps(self, T: int | str) -> list[Slot]:
         s = self.signature
         own: int | str = T if self._forgets else "total_sequence_length"
-        source: int | str = s.inputs.length if s.inputs.kind == "images" else "encoder_sequence_length"
         return [
-            Slot(name, self._dtype, ("batch_size", heads, T, source if name.startswith("cross") else own))
+            Slot(
+                name,
+                self._dtype,
+                ("batch_size", heads, T, "encoder_sequence_length" if name.startswith("cross") else own),
+            )
             for name, (_, heads) in zip(s.map_names, s.maps * 2, strict=False)
         ]
 

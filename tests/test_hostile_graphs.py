@@ -52,7 +52,7 @@ PLANTS = {
         i=const([[[0]]], np.int64),
     ),
     "Max of nothing": Plant(
-        node("Max", ["x", ""], ["y"]), "(Max): input x is absent, wanted a tensor", x=ROWS
+        node("Max", ["x", ""], ["y"]), "(Max): its last input has no name, wanted it left out", x=ROWS
     ),
     "LayerNormalization with a scale of another shape": Plant(
         node("LayerNormalization", ["x", "w"], ["y"], axis=-1),
@@ -60,12 +60,23 @@ PLANTS = {
         x=ROWS,
         w=np.ones((4, 1), np.float32),
     ),
-    "LayerNormalization with a bias of no numbers": Plant(
-        node("LayerNormalization", ["x", "w", "b"], ["y"], axis=-1),
-        "(LayerNormalization): bias has the shape [0], wanted [1048576]",
-        x=np.ones((1, 1 << 20), np.float32),
-        w=np.ones(1 << 20, np.float32),
-        b=np.ones(0, np.float32),
+    "LayerNormalization with a bias that is not there": Plant(
+        node("LayerNormalization", ["x", "w", ""], ["y"], axis=-1),
+        "(LayerNormalization): its last input has no name, wanted it left out",
+        x=ROWS,
+        w=np.ones(16, np.float32),
+    ),
+    "Min with a gap": Plant(
+        node("Min", ["x", "", "x"], ["y"]), "(Min): input x is absent, wanted a tensor", x=ROWS
+    ),
+    "GroupQueryAttention with 2^32 heads": Plant(
+        node(
+            "GroupQueryAttention", ["x", "x", "x", "pk", "pv", "s", "t"], ["y", "k", "v"], MICROSOFT,
+            num_heads=2**32, kv_num_heads=1,
+        ),
+        "(com.microsoft.GroupQueryAttention): the attribute num_heads = 4294967296, wanted 1 to 4096",
+        x=ROWS,
+        **LENGTHS,
     ),
     "the smallest number divided by -1": Plant(
         node("Div", ["x", "d"], ["y"]),

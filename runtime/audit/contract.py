@@ -146,6 +146,8 @@ def check_inputs(wanted: Contract, inputs: Sequence[Value | None]) -> dict[str, 
     if not wanted.least_inputs <= len(inputs) <= wanted.most_inputs:
         most = wanted.most_inputs
         raise ContractError(f"{len(inputs)} inputs, wanted {wanted.least_inputs} to {most}")
+    if inputs and inputs[-1] is None:  # some kernels count the names, and look at what is not there
+        raise ContractError("its last input has no name, wanted it left out")
     bound: dict[str, str] = {}
     for index, value in enumerate(inputs):
         slot = wanted.inputs[min(index, len(wanted.inputs) - 1)]

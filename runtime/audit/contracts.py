@@ -11,7 +11,7 @@ from . import rules_fused as fused
 from . import rules_gather as gather
 from . import rules_reduction as reduction
 from . import rules_shape as shape
-from .contract import Attribute, Contract, Rule, contract, number, one_of, whole, wholes
+from .contract import REQUIRED, Attribute, Contract, Rule, contract, number, one_of, whole, wholes
 
 _OWN = "torch.onnx writes it for a module of one's own"
 _SIDE = 2**20  # of an axis or a size in an attribute: none of ours comes near
@@ -102,7 +102,7 @@ _ACTIVATION = (
     }
 )
 _COMPARISON = (
-    _binary("Equal", "A", "bool", each.broadcasting, _OWN)
+    _binary("Equal", "A", "bool", each.broadcasting)
     | _binary("Greater GreaterOrEqual Less LessOrEqual", "N", "bool", each.broadcasting)
     | _binary("And", "bool", "bool", each.broadcasting)
     | _binary("Or Xor", "bool", "bool", each.broadcasting, _OWN)
@@ -128,6 +128,18 @@ _MATRIX = {
                 "transB": _FLAG0,
                 "alpha": number(-1e4, 1e4, 1.0),
                 "beta": number(-1e4, 1e4, 1.0),
+            },
+            why=_OWN,
+        )
+    ],
+    "Einsum": [
+        contract(
+            "x*:F -> y:F",
+            reduction.summed,
+            {
+                "equation": Attribute(
+                    bytes, "letters", lambda text: len(text) < 64 and text.isascii(), REQUIRED
+                )
             },
             why=_OWN,
         )
@@ -259,7 +271,11 @@ _SHAPE = {
     ],
     "Expand": [contract("x:A shape:int64 -> y:A", shape.expanded)],
     "Flatten": [contract("x:A -> y:A", shape.flattened, {"axis": whole(-8, 8, 1)}, why=_OWN)],
-    "Identity": [contract("x:A -> y:A", each.kept)],
+    "Identity": [
+        contract(
+            "x:A -> y:A", each.kept, why="the exporter's Builder writes it where one value is two outputs"
+        )
+    ],
     "Range": [contract("start:I limit:I delta:I -> y:I", shape.counted, why=_OWN)],
     "Reshape": [contract("x:A shape:int64 -> y:A", shape.reshaped, {"allowzero": _FLAG0})],
     "Shape": [

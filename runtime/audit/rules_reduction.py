@@ -17,7 +17,7 @@ from .contract import (
     want_same,
     want_shape,
 )
-from .dims import Shape, is_at_least
+from .dims import Dim, Shape, is_at_least
 
 
 def reduced(call: Call) -> Sequence[Made]:
@@ -130,3 +130,24 @@ def _want_fits(added: Value, shape: Shape) -> None:
         raise ContractError(
             f"C has the shape {show(added.shape)}, wanted one that broadcasts to {show(shape)}"
         )
+
+
+def summed(call: Call) -> Sequence[Made]:
+    """Einsum: a letter for each axis, each letter of one length."""
+    equation = call.attributes["equation"].decode().replace(" ", "")
+    sides, arrow, result = equation.partition("->")
+    parts = sides.split(",")
+    lengths: dict[str, Dim] = {}
+    if len(parts) != len(call.inputs) or not arrow or not (sides.replace(",", "") + result).isalpha():
+        raise ContractError(
+            f"the equation {equation} for {len(call.inputs)} inputs, wanted a letter for each axis"
+        )
+    for index, letters in enumerate(parts):
+        shape = want_rank(call.given(index), letters, len(letters))
+        for letter, dim in zip(letters, shape, strict=True):
+            want_same(dim, lengths.setdefault(letter, dim), f"{letter} of the equation {equation}")
+    if len(set(result)) != len(result) or not set(result) <= lengths.keys():
+        raise ContractError(
+            f"the equation {equation}, wanted letters of its inputs behind the arrow, each once"
+        )
+    return [Made(tuple(lengths[letter] for letter in result))]
