@@ -24,6 +24,7 @@ from fuzz.outcomes import (
     RAN,
     REFUSED,
     REFUSED_BY_ORT,
+    SIGNAL,
     TRACEBACK,
     Outcome,
     judge,
@@ -143,6 +144,7 @@ def test_templates_are_valid_as_they_are(template: Template, is_live: bool) -> N
     ("fault", "kind", "count", "verdict"),
     [
         ("pipes_are_opened", "folder", 60, HANG),
+        ("contracts_are_not_held", "operator attached", 500, SIGNAL),
         ("manifests_are_not_checked", "manifest fields", 100, INTERNAL),
         ("prefills_are_not_run", "operator attached", 60, DIFFERS),
     ],

@@ -175,11 +175,22 @@ def change_attribute(rng: Random, model: onnx.ModelProto) -> str:
     attribute = rng.choice(node.attribute)
     if attribute.type == onnx.AttributeProto.TENSOR:
         return f"{_title(node)}: {attribute.name}: {_spoil_tensor(rng, attribute.t)}"
-    value = helper.get_attribute_value(attribute)
-    value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-    value = list(value) if not isinstance(value, int | float | str) else value
-    attribute.CopyFrom(make_attribute(attribute.name, changed_attribute(rng, value)))
-    return f"{_title(node)}: {attribute.name} = {str(helper.get_attribute_value(attribute))[:60]!r}"
+    value = changed_attribute(rng, _value_of(attribute))
+    attribute.CopyFrom(make_attribute(attribute.name, value))
+    return f"{_title(node)}: {attribute.name} = {str(value)[:60]!r}"
+
+
+def _value_of(attribute: onnx.AttributeProto) -> int | float | str | list[int] | list[float] | list[str]:
+    """Zero where the type, which may have been changed, is none that our graphs have."""
+    kinds = onnx.AttributeProto
+    if attribute.type == kinds.STRING:
+        return attribute.s.decode("utf-8", "replace")
+    if attribute.type == kinds.STRINGS:
+        return [text.decode("utf-8", "replace") for text in attribute.strings]
+    lists = {kinds.INTS: attribute.ints, kinds.FLOATS: attribute.floats}
+    if attribute.type in lists:
+        return list(lists[attribute.type])
+    return attribute.f if attribute.type == kinds.FLOAT else attribute.i
 
 
 def drop_attribute(rng: Random, model: onnx.ModelProto) -> str:
