@@ -146,7 +146,7 @@ def test_templates_are_valid_as_they_are(template: Template, is_live: bool) -> N
         ("pipes_are_opened", "folder", 60, HANG),
         ("contracts_are_not_held", "operator attached", 500, SIGNAL),
         ("manifests_are_not_checked", "manifest fields", 100, INTERNAL),
-        ("prefills_are_not_run", "operator attached", 60, DIFFERS),
+        ("nothing_is_written", "manifest fields", 200, DIFFERS),
     ],
 )
 def test_a_check_that_is_taken_out_is_missed(fault: str, kind: str, count: int, verdict: str) -> None:

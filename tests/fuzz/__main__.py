@@ -26,34 +26,45 @@ def main() -> int:
     given = parser.parse_args()
     base_folder()  # before several servers want it at once
     indexes = range(given.count) if given.mutant is None else [given.mutant]
-    started, done = time.monotonic(), 0
-
-    def report(outcome: Outcome) -> None:
-        nonlocal done
-        done += 1
-        if outcome.is_bad:
-            text = finding(given.kind, given.seed, outcome)
-            print(text, file=sys.stderr, flush=True)
-            if given.findings is not None:
-                with given.findings.open("a", encoding="utf-8") as file:
-                    file.write(text + "\n")
-        if done % 500 == 0:
-            print(
-                f"{done} of {len(indexes)}, {done / (time.monotonic() - started):.1f}/s",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    outcomes = run_campaign(given.kind, given.seed, indexes, report=report, workers=given.workers)
-    if given.mutant is not None:
+    progress = Progress(given, len(indexes))
+    try:
+        run_campaign(given.kind, given.seed, indexes, report=progress.add, workers=given.workers)
+    except KeyboardInterrupt:
+        say("stopped; the table is of what was done")
+    outcomes = progress.outcomes
+    if given.mutant is not None and outcomes:
         [outcome] = outcomes
         print(f"{outcome.verdict}: {outcome.detail}\n{outcome.kind}, {outcome.base}: {outcome.what}")
     else:
-        print(
-            f"{len(outcomes):,} mutants of {given.kind}, seed {given.seed}, in {time.monotonic() - started:.0f} s\n"
-        )
+        seconds = time.monotonic() - progress.started
+        print(f"{len(outcomes):,} mutants of {given.kind}, seed {given.seed}, in {seconds:.0f} s\n")
         print(table(outcomes))
     return int(any(outcome.verdict in BAD for outcome in outcomes))
+
+
+class Progress:
+    """Says on stderr what was found, at once, and how far it is; findings also go to a file."""
+
+    def __init__(self, given: argparse.Namespace, total: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self.started = time.monotonic()
+        self._given, self._total = given, total
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        if outcome.is_bad:
+            text = finding(self._given.kind, self._given.seed, outcome)
+            say(text)
+            if self._given.findings is not None:
+                with self._given.findings.open("a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+        done = len(self.outcomes)
+        if done % 500 == 0:
+            say(f"{done} of {self._total}, {done / (time.monotonic() - self.started):.1f}/s")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
