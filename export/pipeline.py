@@ -233,7 +233,6 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
     files = {WEIGHTS_FILE: FileInfo(size=(folder / WEIGHTS_FILE).stat().st_size, sha256=digest)}
     for kind, graph in graphs.models.items():
         content = serialised(graph)
-        # before onnxruntime sees it
         audit_graph(content, graph_info(kind, graph), files[WEIGHTS_FILE].size, longest)
         files[f"{kind}.onnx"] = _write(folder / f"{kind}.onnx", content)
     for name, text in model.texts.items():

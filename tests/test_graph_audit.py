@@ -194,6 +194,57 @@ def short_values(model):
     model.graph.initializer.append(TensorProto(name="v", data_type=1, dims=[3], float_data=[1.0]))
 
 
+def values_twice(model):
+    model.graph.initializer.append(
+        TensorProto(name="v", data_type=7, dims=[1], int64_data=[1], raw_data=b"\2" + bytes(7))
+    )
+
+
+def many_axes(model):
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros([1] * 9, np.float32), "deep"))
+
+
+def weights_overlap(model):
+    first, second = [t for t in model.graph.initializer if t.external_data][:2]
+    start = next(int(e.value) for e in first.external_data if e.key == "offset")
+    next(e for e in second.external_data if e.key == "offset").value = str(start + 4)
+
+
+def before_it_is_computed(model):
+    model.graph.node.append(model.graph.node[0])
+    del model.graph.node[0]
+
+
+def computed_twice(model):
+    again = model.graph.node.add()
+    again.CopyFrom(model.graph.node[0])
+    again.name = "again"
+
+
+def hides_an_input(model):
+    model.graph.node[0].output[0] = "input_ids"
+
+
+def repeated_otherwise(model):
+    model.graph.value_info.append(helper.make_tensor_value_info("embed", 1, [1]))
+
+
+def output_of_another_shape(model):
+    last = model.graph.node.pop()
+    model.graph.node.append(helper.make_node("Transpose", [last.input[0]], ["turned"], perm=[0, 2, 1]))
+    model.graph.node.append(helper.make_node("Cast", ["turned"], ["logits"], to=1))
+
+
+def weight_of_another_size(model):
+    weight = next(t for t in model.graph.initializer if t.name == "0.gate")
+    weight.dims[:] = [weight.dims[1], weight.dims[0]]
+
+
+def total_is_the_past(model):
+    """The sum of both is what the mask has; one name for two lengths would prove anything."""
+    model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "past_sequence_length"
+
+
 def strings(model):
     model.graph.initializer.append(numpy_helper.from_array(np.asarray(["a"], object), "s"))
 
@@ -272,6 +323,16 @@ FAULTS = {
     negative_dim: "has the shape",
     short_raw: "bytes",
     short_values: "another number of values",
+    values_twice: "tensor 'v' has its values twice",
+    many_axes: "tensor 'deep' has the shape [1, 1, 1, 1, 1, 1, 1, 1, 1]",
+    weights_overlap: "overlap in weights.bin",
+    before_it_is_computed: "is not computed before it",
+    computed_twice: "node again (ReduceSum): output 'ReduceSum_0_0' is a value already",
+    hides_an_input: "(ReduceSum): output 'input_ids' is a value already",
+    repeated_otherwise: "it says that 'embed' is float32 [1], which is no constant of it",
+    output_of_another_shape: "its output 'logits' is float32 [batch_size, 320, 1], declared as float32 ['batch_size', 1, 320]",
+    weight_of_another_size: "(MatMul): the inner dimension of [batch_size, 1, 32] and [48, 32] is 32, wanted 48",
+    total_is_the_past: "its input 'attention_mask' (int64, ['batch_size', 'past_sequence_length'])",
     strings: "field 6",
     doubles: "has the data type 11",
     same_initializer: "two initializers are named",

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 
 Monomial = tuple["Atom", ...]
-_MOST_TERMS, _MOST_FACTORS = 32, 12  # more is no size that we write: it counts as unknown
+# what is more is no size that we write: it counts as unknown, or a few nodes could keep the audit busy for ever
+_MOST_TERMS, _MOST_FACTORS, _LONGEST_NAME, _LARGEST = 32, 12, 400, 2**63
 _ROUNDS = 4  # of putting in what is known about an atom
 
 
@@ -77,7 +78,7 @@ def symbol(name: str, least: int, most: Dim = None) -> Symbolic:
 
 def add(a: Dim, b: Dim) -> Dim:
     if isinstance(a, int) and isinstance(b, int):
-        return a + b
+        return _plain(a + b)
     if a is None or b is None:
         return None
     terms = dict(_terms(a))
@@ -88,7 +89,7 @@ def add(a: Dim, b: Dim) -> Dim:
 
 def multiply(a: Dim, b: Dim) -> Dim:
     if isinstance(a, int) and isinstance(b, int):
-        return a * b
+        return _plain(a * b)
     if 0 in (a, b):
         return 0
     if a is None or b is None:
@@ -142,8 +143,9 @@ def floor_quotient(a: Dim, n: int) -> Dim:
     if exact is not None or a is None or not is_at_least(a, 0):
         return exact
     lower = add(a, 1 - n)
-    assert lower is not None
-    return _of(Atom(f"({a})//{n}", 0, above=((n, a),), below=((n, lower),)))
+    if lower is None:
+        return None
+    return _named(Atom(f"({a})//{n}", 0, above=((n, a),), below=((n, lower),)))
 
 
 def minimum(a: Dim, b: Dim) -> Dim:
@@ -177,7 +179,7 @@ def _extreme(name: str, a: Dim, b: Dim, choose: Callable[[int, int], int]) -> Di
     facts = ((1, first), (1, second))
     least = choose(_least(a), _least(b))
     text = f"{name}({first}, {second})"
-    return _of(Atom(text, least, above=facts) if name == "min" else Atom(text, least, below=facts))
+    return _named(Atom(text, least, above=facts) if name == "min" else Atom(text, least, below=facts))
 
 
 def _least(dim: Known) -> int:
@@ -215,6 +217,14 @@ def _is_positive(dim: Known, rounds: int) -> bool:
     return False
 
 
+def _plain(value: int) -> Dim:
+    return value if abs(value) <= _LARGEST else None
+
+
+def _named(atom: Atom) -> Dim:
+    return _of(atom) if len(atom.name) <= _LONGEST_NAME else None
+
+
 def _of(atom: Atom) -> Symbolic:
     return Symbolic((((atom,), 1),))
 
@@ -231,7 +241,9 @@ def _polynomial(terms: dict[Monomial, int]) -> Dim:
     if not kept:
         return 0
     if len(kept) == 1 and not kept[0][0]:
-        return kept[0][1]
-    if len(kept) > _MOST_TERMS or any(len(atoms) > _MOST_FACTORS for atoms, _ in kept):
+        return _plain(kept[0][1])
+    if len(kept) > _MOST_TERMS or any(
+        len(atoms) > _MOST_FACTORS or abs(factor) > _LARGEST for atoms, factor in kept
+    ):
         return None
     return Symbolic(tuple(kept))

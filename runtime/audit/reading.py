@@ -51,6 +51,8 @@ _DIM: Schema = {1: ("value", "int"), 2: ("param", "text"), 3: ("denotation", "te
 
 DTYPES = {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 9: "bool", 10: "float16"}
 _ITEM_SIZES = {"float32": 4, "uint8": 1, "int8": 1, "int32": 4, "int64": 8, "bool": 1, "float16": 2}
+_LISTS = dict.fromkeys(_ITEM_SIZES, "int32_data") | {"float32": "float_data", "int64": "int64_data"}
+_DATA = ("raw_data", "float_data", "int32_data", "int64_data")
 _EXTERNAL = 1  # TensorProto.DataLocation
 _KINDS = {
     "f": 1,
@@ -176,8 +178,10 @@ def read_tensor(view: memoryview) -> Tensor:
     dtype = DTYPES.get(tensor.number("data_type"))
     if dtype is None:
         raise WireError(f"tensor {name!r} has the data type {tensor.number('data_type')}")
-    if any(not 0 <= dim < 2**40 for dim in shape):
+    if len(shape) > 8 or any(not 0 <= dim < 2**40 for dim in shape):
         raise WireError(f"tensor {name!r} has the shape {list(shape)}")
+    if sum(tensor.has(kind) for kind in _DATA) > 1:
+        raise WireError(f"tensor {name!r} has its values twice")
     count, offset = math.prod(shape), None
     size = count * _ITEM_SIZES[dtype]
     if tensor.number("data_location") == _EXTERNAL or tensor.has("external_data"):
@@ -189,7 +193,7 @@ def read_tensor(view: memoryview) -> Tensor:
             raise WireError(
                 f"tensor {name!r} of shape {list(shape)} has {len(tensor.views('raw_data')[0])} bytes"
             )
-    elif max(len(tensor.values.get(f"{kind}_data", ())) for kind in ("float", "int32", "int64")) != count:
+    elif len(tensor.values.get(_LISTS[dtype], ())) != count:
         raise WireError(f"tensor {name!r} of shape {list(shape)} has another number of values")
     few = dtype in {"int32", "int64"} and offset is None and count <= _FEW
     return Tensor(name, dtype, shape, size, offset, _integers(tensor, dtype) if few else None)
@@ -212,7 +216,7 @@ def _read_place(tensor: Message, name: str, size: int) -> int:
         raise WireError(f"tensor {name!r} has external data with {sorted(entries)}")
     if entries.get("location") != WEIGHTS:
         raise WireError(f"tensor {name!r} lies in {entries.get('location')!r}, not in {WEIGHTS}")
-    if any(tensor.has(kind) for kind in ("raw_data", "float_data", "int32_data", "int64_data")):
+    if any(tensor.has(kind) for kind in _DATA):
         raise WireError(f"tensor {name!r} lies in the graph too, not in {WEIGHTS} alone")
     offset, length = _number(entries.get("offset", "0")), _number(entries.get("length", ""))
     if offset is None or length != size:

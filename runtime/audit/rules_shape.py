@@ -229,8 +229,9 @@ def triangle(call: Call) -> Sequence[Made]:
     if len(value.shape) < 2:
         raise ContractError(f"{show(value.shape)}, wanted 2 dimensions or more")
     if diagonal is not None:
-        [k] = want_integers(diagonal, "k") or [0]
-        if diagonal.shape not in {(), (1,)} or abs(k) >= 2**31:
+        want_rank(diagonal, "k", 0)
+        k = want_integers(diagonal, "k")[0]
+        if abs(k) >= 2**31:
             raise ContractError(f"k is {k}, wanted a small number")
     return [Made(value.shape)]
 

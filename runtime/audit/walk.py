@@ -27,6 +27,7 @@ from .given import input_values
 from .reading import Declared, Graph, Node, Tensor, read_attribute
 
 _ATTENTION = "com.microsoft.GroupQueryAttention"
+_MOST_AXES = 8  # ours have six
 _Key = tuple[str, tuple[bytes, ...], tuple[int, ...], int]
 
 
@@ -106,6 +107,9 @@ class Walk:
         bound = check_inputs(contract, values)
         dtypes = check_outputs(contract, node.outputs, bound, attributes)
         made = contract.rule(Call(self._opset, values, attributes, len(node.outputs)))
+        for result in made:
+            if len(result.shape) > _MOST_AXES:
+                raise ContractError(f"{len(result.shape)} dimensions, wanted at most {_MOST_AXES}")
         return tuple(
             self._place(Value(dtype, result.shape, result.elements if dtype in {"int64", "int32"} else None))
             for dtype, result in zip(dtypes, made, strict=False)
