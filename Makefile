@@ -18,11 +18,12 @@ MYPY = ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.m
 
 section = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help demo test lint types bench peers wheel clean
+.PHONY: help demo test fuzz lint types bench peers wheel clean
 
 help:
 	@echo 'make demo    export SmolLM2, verify it against PyTorch, and ask it: $(QUESTION)'
 	@echo 'make test    all tests'
+	@echo 'make fuzz    20,000 broken bundles and 2,000 broken checkpoints (the tests have a tenth of them)'
 	@echo 'make lint    ruff (format and rules), then types'
 	@echo 'make types   mypy'
 	@echo 'make bench   every benchmarks/bench_*.py'
@@ -46,6 +47,13 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+# Both, also when the first finds something; each says how to see a finding again.
+fuzz: $(INSTALLED)
+	@status=0; \
+	$(BIN)/python tests/fuzz bundles --count 20000 || status=1; \
+	$(BIN)/python tests/fuzz checkpoints --count 2000 || status=1; \
+	exit $$status
 
 lint: $(INSTALLED)
 	$(call section,ruff)

@@ -94,7 +94,7 @@ def _replay_encoder(case: _Case, graphs: Graphs) -> tuple[list[_Floats], None]:
     expected, mask = case["expected"], _mask(case)
     found = apply_encoder(graphs, _rows(case, graphs.manifest))
     return [
-        outputs[graphs.manifest.outputs.name].astype(np.float64) - without_pads(expected, mask, row)
+        _difference(outputs[graphs.manifest.outputs.name], without_pads(expected, mask, row))
         for row, outputs in enumerate(found)
     ], None
 
@@ -108,9 +108,9 @@ def _replay_decoder(case: _Case, graphs: Graphs) -> tuple[list[_Floats], _Engine
         rows = list(case["target_ids"])
     engine = open_engine(graphs, len(rows), max(map(len, rows)) + len(expected), encoded)
     assert isinstance(engine, _Engine)  # which can be asked what it holds
-    differences = [engine.prefill(rows).numpy().astype(np.float64) - expected[0]]
+    differences = [_difference(engine.prefill(rows).numpy(), expected[0])]
     for new, wanted in zip(case[_decode_name(manifest)], expected[1:], strict=True):
-        differences.append(engine.decode(new).numpy().astype(np.float64) - wanted)
+        differences.append(_difference(engine.decode(new).numpy(), wanted))
     return differences, engine
 
 
@@ -121,7 +121,7 @@ def _cache_error(
     names = [state.present for state in _growing(manifest)]
     ends = np.cumsum([values.shape[1] for values in held])
     expected = np.split(case["cache"].astype(np.float64), ends[:-1], axis=1)
-    errors = [mean_square(ours - wanted) for ours, wanted in zip(held, expected, strict=True)]
+    errors = [mean_square(_difference(ours, wanted)) for ours, wanted in zip(held, expected, strict=True)]
     shares = [error / budget for error, budget in zip(errors, case["cache_budget"], strict=True)]
     worst = int(np.argmax(shares))  # NaN is the largest
     return names[worst], errors[worst], float(case["cache_budget"][worst])
@@ -162,6 +162,12 @@ def _decode_name(manifest: Manifest) -> str:
     return "decode_features" if manifest.main_input("prefill") == "input_features" else "decode_ids"
 
 
+def _difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> _Floats:
+    if found.shape != expected.shape:
+        raise BundleError(f"{GOLDEN} expects {expected.shape} where the graphs give {found.shape}")
+    return np.subtract(found, expected, dtype=np.float64)
+
+
 def _read_cases(data: bytes, manifest: Manifest) -> dict[str, dict[str, npt.NDArray[Any]]]:
     cases: dict[str, dict[str, npt.NDArray[Any]]] = {}
     try:
@@ -187,6 +193,9 @@ def _check_case(name: str, case: _Case, manifest: Manifest) -> None:
         parts |= {"spread"} | ({"cache", "cache_budget"} if _growing(manifest) else set())
     if set(case) != parts:
         raise BundleError(f"{GOLDEN}: case {name!r} holds {sorted(case)}, expected {sorted(parts)}")
+    for part, array in case.items():
+        if array.dtype.kind not in "biuf":
+            raise BundleError(f"{GOLDEN}: case {name!r} has {part} of {array.dtype}, expected numbers")
     if not _shapes_fit(case, manifest):
         raise BundleError(f"{GOLDEN}: the arrays of case {name!r} do not fit together")
     if "attention_mask" in parts:
@@ -211,7 +220,8 @@ def _shapes_fit(case: _Case, manifest: Manifest) -> bool:
         T = 0 if lead == 1 else data.shape[1]
         shape = (B, outputs.size) if outputs.pooled else (B, *expected.shape[1:2], outputs.size)
         return expected.shape == shape and (outputs.pooled or expected.shape[1] >= T)
-    if "target_ids" in case and (case["target_ids"].ndim != 2 or len(case["target_ids"]) != B):
+    target = case.get("target_ids", np.zeros((B, 1)))
+    if target.ndim != 2 or len(target) != B or not target.size:
         return False
     tail = manifest.inputs.shape if manifest.kind == "decoder" else ()
     return expected.shape == (n, B, outputs.size) and case[_decode_name(manifest)].shape == (n - 1, B, *tail)

@@ -119,6 +119,22 @@ def test_one_wrong_row_of_a_batch_fails(tmp_path):
     assert not result.passed
 
 
+def test_an_expectation_of_another_length_is_an_error(tmp_path):
+    case = vector_case()
+    case["expected"] = np.concatenate((case["expected"], case["expected"]), axis=1)
+    bundle = bundle_of(tmp_path / "b", "vector_regressor", {"case": case})
+    with pytest.raises(BundleError, match=r"golden\.npz expects \(\d+, 2\) where the graphs give \(\d+, 2\)"):
+        replay_golden(bundle, CPU, threads=1)
+
+
+def test_a_target_of_no_tokens_is_an_error(tmp_path):
+    case = pair_case()
+    case["target_ids"] = case["target_ids"][:, :0]
+    bundle = bundle_of(tmp_path / "b", "encoder_decoder", {"case": case})
+    with pytest.raises(BundleError, match="the arrays of case 'case' do not fit together"):
+        replay_golden(bundle, CPU, threads=1)
+
+
 def without(case, part):
     return {name: array for name, array in case.items() if name != part}
 

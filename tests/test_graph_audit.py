@@ -10,7 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import CONTEXT, tiny_model, tiny_weights
 
-from tfmx.runtime.audit.contracts import OPS
+from tfmx.runtime.audit.contract import ContractError, Value, check_inputs
+from tfmx.runtime.audit.contracts import OPS, contract_of
 from tfmx.runtime.bundle import BundleError, GraphInfo, TensorInfo
 from tfmx.runtime.graph_audit import audit_graph
 from tfmx.runtime.wire import WireError, read_message
@@ -528,3 +529,12 @@ def test_patches_pass_and_a_convolution_that_does_not_fit_is_refused():
     ):
         with pytest.raises(BundleError, match=line):
             audit(*patches(**attributes))
+
+
+def test_inputs_after_those_that_may_be_absent_are_wanted_too():
+    """GroupQueryAttention must have its seventh; key and value before it may be left out."""
+    attention = contract_of("com.microsoft.GroupQueryAttention", 18)
+    assert attention is not None
+    for count in range(7):
+        with pytest.raises(ContractError, match=f"{count} inputs, wanted 7 to 14"):
+            check_inputs(attention, [Value("float32", (1,))] * count)

@@ -114,7 +114,8 @@ class Contract(NamedTuple):
 
     @property
     def least_inputs(self) -> int:
-        return sum(not slot.is_optional for slot in self.inputs)
+        """As many as reach the last that must be there."""
+        return max((index for index, slot in enumerate(self.inputs, 1) if not slot.is_optional), default=0)
 
     @property
     def most_inputs(self) -> int:
