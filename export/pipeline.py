@@ -46,7 +46,7 @@ from .progress import Progress, Silent
 from .publish import published
 from .quality_windows import read_text
 from .quantiser import Numbers
-from .recipe import Quant, describe, parse_layout
+from .recipe import FLOAT, Quant, describe, stored_layouts
 from .shown_layers import Maps
 from .source import ContextLengthError, Graphs, Source, open_source
 from .stitch import GRAPHS_OF_KIND
@@ -178,9 +178,7 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
             f"state tensors, {source} a {found[0]} with {found[1]} and {found[2]}; "
             "give the source that it was exported from"
         )
-    layouts = (
-        {name: parse_layout(text) for name, text in manifest.quant.matrices.items()} if manifest.quant else {}
-    )
+    layouts = stored_layouts(manifest.quant.matrices) if manifest.quant else {}
     arithmetic = Arithmetic(
         activations=manifest.quant.activations if manifest.quant else "float",
         kv="int8" if manifest.has_int8_cache else "float",
@@ -294,7 +292,8 @@ def _quant_info(options: ExportOptions, graphs: Graphs, *, can_be_smoothed: bool
         weights="int4" if quant.bits == 4 else "int8",
         rounding=_rounding_done(quant, graphs, can_be_smoothed=can_be_smoothed),
         activations=quant.activations if options.target == "ort" else "float",
-        matrices={name: describe(layout) for name, layout in graphs.layouts.items()},
+        matrices={name: describe(layout) for name, layout in graphs.layouts.items()}
+        | dict.fromkeys(graphs.floats, FLOAT),
     )
 
 

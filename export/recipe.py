@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 from .. import InputError
 from ..tfm_model.blocks import Bits, BlockFormat, BlockSize, LazyBlocks
@@ -17,6 +17,7 @@ from .layout import BlockLayout
 
 Rounding = Literal["nearest", "search", "smooth"]
 # What mixed recipes keep at 8 bits, beside the first and the last layer; of an encoder too.
+FLOAT = "float"  # the form of a matrix that is not quantised
 ENDS = ("embed.weight", "embed.project.weight", "head.weight")
 
 
@@ -39,7 +40,7 @@ class Quant:
         self._check_patterns(matrices)
         self._check_blocks(matrices)
         wide = self._wide(matrices) if self.mixed else frozenset()
-        found = {}
+        found, unfit = {}, set()
         for name, matrix in matrices.items():
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.skip):
                 continue
@@ -47,15 +48,16 @@ class Quant:
                 assert matrix.blocks is not None
                 found[name] = _centred(matrix.blocks)
                 continue
+            block = self._fitting(matrix.shape[1])
+            if block is None:
+                unfit.add(name)
+                continue
             format_ = BlockFormat(
-                bits=8 if name in wide else self.bits, block=self.block, zero_points=self.zero_points
+                bits=8 if name in wide else self.bits, block=block, zero_points=self.zero_points
             )
             found[name] = BlockLayout(format_)
         if not found:
-            raise InputError("--quant-skip leaves no matrix to quantise; leave --quant out instead")
-        self._check_rows(
-            {name: matrices[name].shape for name in found if not self.keeps(matrices[name].blocks)}
-        )
+            self._refuse_nothing({matrices[name].shape[1] for name in unfit})
         if not self.rounds(matrices, found):
             self._check_nothing_asked(found.values())
         elif self.mixed and all(layout.format.bits == 8 for layout in found.values()):
@@ -99,23 +101,18 @@ class Quant:
                 "them again, or leave --quant-block out"
             )
 
-    def _check_rows(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """All that do not fall into whole blocks are told at once, with what to do."""
+    def _fitting(self, row: int) -> BlockSize | None:
+        """The largest block, of that asked for and smaller ones, that divides a row; None: the matrix stays float."""
+        sizes = [size for size in get_args(BlockSize) if size <= self.block and row % size == 0]
+        return max(sizes, default=None)
 
-        def unfit(block: int) -> list[str]:
-            return list(dict.fromkeys(_general(name) for name, shape in shapes.items() if shape[1] % block))
-
-        names = unfit(self.block)
-        if not names:
-            return
-        fitting = [str(size) for size in get_args(BlockSize) if not unfit(size)]
-        least = min(get_args(BlockSize), key=lambda size: len(unfit(size)))  # the smallest, of equals
-        use = f"--quant-block {' or '.join(fitting) or least}"
-        skips = "".join(f" --quant-skip '{name}'" for name in unfit(least))
-        rows = sorted({shape[1] for shape in shapes.values() if shape[1] % self.block})
+    def _refuse_nothing(self, rows: set[int]) -> NoReturn:
+        if not rows:
+            raise InputError("--quant-skip leaves no matrix to quantise; leave --quant out instead")
+        least = min(get_args(BlockSize))
         raise InputError(
-            f"rows of {' and '.join(map(str, rows))} weights are no multiple of --quant-block {self.block} "
-            f"({names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}); use {use}{skips}"
+            f"rows of {' and '.join(map(str, sorted(rows)))} weights do not even fall into blocks of {least}, so that "
+            "no matrix can be quantised; leave --quant out"
         )
 
     def _check_nothing_asked(self, kept: Iterable[BlockLayout]) -> None:
@@ -163,6 +160,11 @@ def parse_layout(text: str) -> BlockLayout:
         BlockFormat(bits=int(kind[3:]), block=int(block), zero_points="zeros" in ends),  # type: ignore[arg-type]
         shifted="shifts" in ends,
     )
+
+
+def stored_layouts(forms: Mapping[str, str]) -> dict[str, BlockLayout]:
+    """Of a manifest's `quant.matrices`, those that are quantised."""
+    return {name: parse_layout(form) for name, form in forms.items() if form != FLOAT}
 
 
 def _centred(blocks: LazyBlocks) -> BlockLayout:

@@ -65,6 +65,7 @@ class Graphs:
     tensors: list[StoredTensor]  # of the weights file, in order
     layouts: Mapping[str, BlockLayout] = field(default_factory=dict)  # of the quantised matrices
     all_kept: bool = False  # those are the checkpoint's own blocks
+    floats: tuple[str, ...] = ()  # matrices that are not quantised beside them
 
 
 class Source(Protocol):
@@ -213,7 +214,7 @@ class CheckpointSource:
 
         tensors = stored_tensors(models.values(), reader, layouts)
         all_kept = numbers.quant is not None and not numbers.quant.rounds(matrices, layouts)
-        return Graphs(models, tensors, layouts, all_kept)
+        return Graphs(models, tensors, layouts, all_kept, left_float(matrices, layouts))
 
     def _calibration(
         self, numbers: Numbers, layouts: Mapping[str, BlockLayout], progress: Progress
@@ -292,6 +293,10 @@ class CheckpointSource:
             return self._read(name, precision).to(dtype)
 
         return DecoderReference(self.config, precision, read, stored)
+
+
+def left_float(matrices: Mapping[str, Matrix], layouts: Mapping[str, BlockLayout]) -> tuple[str, ...]:
+    return tuple(name for name in matrices if name not in layouts)
 
 
 def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:

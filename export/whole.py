@@ -166,7 +166,7 @@ class WholeSource:
         tensors = stored_tensors(
             models.values(), lambda value: quantiser.reader(str(value.name)) or plan.reader(value), layouts
         )
-        return Graphs(models, tensors, layouts)
+        return Graphs(models, tensors, layouts, floats=left_float(matrices, layouts))
 
     # --- what the graphs take and give --------------------------------------------------------------------
 
