@@ -11,10 +11,17 @@ import click
 
 from .boundary import debug_option
 from .console import plural, size, write_line, write_table
-from .kind_words import describe_length, describe_matrices, describe_numbers
+from .kind_words import describe_length, describe_numbers
 from .number_list import parse_numbers
 from .progress import Bars
-from .quantisation import Quantisation, check_quantisation, quant_options, read_quant
+from .quantisation import (
+    Quantisation,
+    check_quantisation,
+    quant_options,
+    read_quant,
+    report_cost,
+    report_matrices,
+)
 
 if TYPE_CHECKING:
     from ..export.parity import Parity
@@ -98,7 +105,7 @@ def command(
         )
         parity = export(source, Path(out), options, progress)
     seconds = time.perf_counter() - started
-    _report(Bundle.open(out, check=False), parity, source, seconds)
+    _report(Bundle.open(out, check=False), parity, source, seconds, quantisation)
 
 
 def _check_early(opset: int | None, out: Path, text: Path | None) -> None:
@@ -114,7 +121,9 @@ def _check_early(opset: int | None, out: Path, text: Path | None) -> None:
         read_text(str(text))
 
 
-def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) -> None:
+def _report(
+    bundle: Bundle, parity: Parity | None, source: str, seconds: float, quantisation: Quantisation
+) -> None:
     manifest = bundle.manifest
     write_line(
         f"{bundle.path}: {manifest.target}, {describe_numbers(manifest)}, opset {manifest.opset}, "
@@ -128,12 +137,14 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
     rows.append(("total", size(sum(info.size for info in manifest.files.values())), ""))
     write_table(rows, align="<>>")
     if manifest.quant is not None:
-        write_line(f"matrices: {describe_matrices(manifest.quant)}")
+        report_matrices(manifest.quant, quantisation)
     if parity is None:
         write_line("not verified (--no-verify); this compares it with PyTorch:")
         write_line(f"  tfmx verify {shlex.quote(str(bundle.path))} --against {shlex.quote(source)}")
     else:
         _report_parity(parity)
+        if manifest.quant is not None:
+            report_cost(manifest)
 
 
 def _report_parity(parity: Parity) -> None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import click
 
+from .console import write_line
 from .given import refuse_options
+from .kind_words import describe_matrices
 
 if TYPE_CHECKING:
     from ..export.recipe import Quant
+    from ..runtime.manifest import Manifest, QuantInfo
 
 _COMPANIONS = ("quant_block", "quant_zero_points", "quant_round", "quant_mixed", "quant_skip", "requantise", "quant_activations", "calibrate")  # fmt: skip
 
@@ -133,4 +136,36 @@ def read_quant(given: Quantisation) -> Quant | None:
         again=given["requantise"],
         calibrate=given["calibrate"],
         activations=given["quant_activations"],
+    )
+
+
+def report_matrices(quant: QuantInfo, given: Quantisation) -> None:
+    write_line(f"matrices: {describe_matrices(quant)}")
+    odd = _odd_rows(quant, given)
+    if odd:
+        write_line(f"  rows that blocks of {given['quant_block']} do not divide: {', '.join(odd)}")
+
+
+def _odd_rows(quant: QuantInfo, given: Quantisation) -> list[str]:
+    """Which matrices got smaller blocks, or none, and were not left out on purpose."""
+    from ..export.recipe import general_name, is_left_out
+
+    found: dict[str, None] = {}
+    for name, form in quant.matrices.items():
+        if form == "float" and not is_left_out(name, given["quant_skip"]):
+            found[f"{general_name(name)} stays float"] = None
+        elif form != "float" and int(form.split("-")[1]) < int(given["quant_block"]):
+            found[f"{general_name(name)} has blocks of {form.split('-')[1]}"] = None
+    return list(found)
+
+
+def report_cost(manifest: Manifest) -> None:
+    """One line: what a little text says that quantisation cost."""
+    cost = manifest.quality
+    if cost is None:
+        write_line("quantisation cost: not measured, this bundle continues no text that tfmx could give it")
+        return
+    write_line(
+        f"quantisation cost on {cost['tokens']} tokens of text: divergence {cost['kl_mean']['value']:.2g}, "
+        f"top-1 {cost['top_1']['value']:.1%} (tfmx verify --against SOURCE --quality measures it thoroughly)"
     )

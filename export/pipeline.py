@@ -44,7 +44,8 @@ from .layout import BlockLayout, Target
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
-from .quality_windows import read_text
+from .quality import measure_quality
+from .quality_windows import QualityError, cost_windows, read_text
 from .quantiser import Numbers
 from .recipe import FLOAT, Quant, describe, stored_layouts
 from .shown_layers import Maps
@@ -102,7 +103,7 @@ def export(source: str, out: Path, options: ExportOptions, progress: Progress | 
 def export_model(
     model: Source, out: Path, options: ExportOptions, progress: Progress | None = None
 ) -> Parity | None:
-    progress = progress or Silent()
+    progress, source = progress or Silent(), model
     with published(out) as folder:
         wanted = numbers(model, options)
         if options.quant is not None and options.quant.smooths:
@@ -118,11 +119,24 @@ def export_model(
             parity.require()
             files[GOLDEN_FILE] = _write(folder / GOLDEN_FILE, _npz(parity))
         manifest = make_manifest(model, graphs, options, files, parity)
-        (folder / MANIFEST).write_bytes(
-            manifest.to_bytes()
-        )  # last, so that a folder with a manifest is whole
-        Bundle.open(folder, check=False)  # what the runtime would refuse is not published
+        # last, so that a folder with a manifest is whole
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        bundle = Bundle.open(folder, check=False)  # what the runtime would refuse is not published
+        if options.verify and options.quant is not None:
+            manifest = dataclasses.replace(manifest, quality=_cost(bundle, source, progress))
+            (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return parity
+
+
+def _cost(bundle: Bundle, source: Source, progress: Progress) -> dict[str, object] | None:
+    """What quantisation cost, on a little text: figures of `tfmx verify --quality` in seconds; None where there is no text."""
+    try:
+        windows = cost_windows(bundle)
+    except QualityError:
+        return None
+    quality = measure_quality(bundle, source.reference(), windows, progress, decodes=False)
+    digests = {name: info.sha256 for name, info in bundle.manifest.source.files.items()}
+    return dataclasses.replace(quality, source=digests).certificate()
 
 
 def numbers(model: Source, options: ExportOptions) -> Numbers:

@@ -42,7 +42,7 @@ class Quant:
         wide = self._wide(matrices) if self.mixed else frozenset()
         found, unfit = {}, set()
         for name, matrix in matrices.items():
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.skip):
+            if is_left_out(name, self.skip):
                 continue
             if self.keeps(matrix.blocks):
                 assert matrix.blocks is not None
@@ -137,7 +137,7 @@ class Quant:
     def _check_patterns(self, matrices: Mapping[str, Matrix]) -> None:
         for pattern in self.skip:
             if not fnmatch.filter(matrices, pattern):
-                known = ", ".join(dict.fromkeys(_general(name) for name in matrices))
+                known = ", ".join(dict.fromkeys(general_name(name) for name in matrices))
                 raise InputError(f"--quant-skip {pattern!r} matches no matrix; there are {known}")
 
 
@@ -147,10 +147,15 @@ class Matrix:
     blocks: LazyBlocks | None = None  # what the checkpoint has, if that is blocks
 
 
+def is_left_out(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def describe(layout: BlockLayout) -> str:
-    """For the manifest: int4-32, int8-32-zeros, int4-32-shifts."""
+    """For the manifest: int4-32, int8-32-zeros, int4-32-shifts, int8-32-fine."""
     format_ = layout.format
-    ends = [word for word, has in (("zeros", format_.zero_points), ("shifts", layout.shifted)) if has]
+    has = {"zeros": format_.zero_points, "shifts": layout.shifted, "fine": layout.fine}
+    ends = [word for word, is_so in has.items() if is_so]
     return "-".join([f"int{format_.bits}", str(format_.block), *ends])
 
 
@@ -159,6 +164,7 @@ def parse_layout(text: str) -> BlockLayout:
     return BlockLayout(
         BlockFormat(bits=int(kind[3:]), block=int(block), zero_points="zeros" in ends),  # type: ignore[arg-type]
         shifted="shifts" in ends,
+        fine="fine" in ends,
     )
 
 
@@ -176,6 +182,6 @@ def _centred(blocks: LazyBlocks) -> BlockLayout:
     )
 
 
-def _general(name: str) -> str:
+def general_name(name: str) -> str:
     """blocks.3.mlp.up.weight → blocks.*.mlp.up.weight."""
     return re.sub(r"(^|\.)blocks\.\d+\.", r"\1blocks.*.", name)

@@ -16,7 +16,7 @@ MOST_LOST = 0.1  # of keys or values, root mean square, by rounding and cutting 
 
 
 def round_inputs(model: nn.Module, layout_of: Callable[[str], BlockLayout | None]) -> None:
-    """Inputs of linear maps become int8, each block by its largest; `layout_of` a weight by its name, if quantised.
+    """Inputs of linear maps become int8, each block by its largest (or two int8, `fine`); `layout_of` a weight by its name, if quantised.
 
     (A head that pools rounds what is pooled, here each vector before: alike, or less.)
     """
@@ -25,10 +25,15 @@ def round_inputs(model: nn.Module, layout_of: Callable[[str], BlockLayout | None
             continue
         layout = layout_of(f"{name}.weight")
         if layout is not None:
-            block = layout.format.block
             module.register_forward_pre_hook(
-                lambda _, args, block=block: (rounded_blocks(args[0], block), *args[1:])
+                lambda _, args, layout=layout: (_rounded_as(layout, args[0]), *args[1:])
             )
+
+
+def _rounded_as(layout: BlockLayout, x: Tensor) -> Tensor:
+    block = layout.format.block
+    first = rounded_blocks(x, block)
+    return first + rounded_blocks(x - first, block) if layout.fine else first
 
 
 def rounded_blocks(x: Tensor, block: int) -> Tensor:

@@ -30,7 +30,7 @@ from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .reference import Reference
 from .signature import Signature
-from .source import Graphs
+from .source import Graphs, left_float
 from .stitch import (
     GRAPHS_OF_KIND,
     GraphKind,
