@@ -118,7 +118,7 @@ def export_model(
             parity = run_gate(folder, model, options.target, graphs.layouts, wanted.arithmetic, progress)
             parity.require()
             files[GOLDEN_FILE] = _write(folder / GOLDEN_FILE, _npz(parity))
-        manifest = make_manifest(model, graphs, options, files, parity)
+        manifest = make_manifest(model, graphs, options, wanted.arithmetic, files, parity)
         # last, so that a folder with a manifest is whole
         (folder / MANIFEST).write_bytes(manifest.to_bytes())
         bundle = Bundle.open(folder, check=False)  # what the runtime would refuse is not published
@@ -143,14 +143,21 @@ def numbers(model: Source, options: ExportOptions) -> Numbers:
     """With the text that shows the model's ranges, where roundings depend on them."""
     if options.kv == "int8" and model.growth(options.target) != "capacity":
         raise kv_error(options.target)
-    path = None if options.quant is None else options.quant.calibrate
+    quant = options.quant
+    if quant is not None and options.target == "portable":
+        quant = dataclasses.replace(quant, activations="float")
+    elif quant is not None and quant.activations == "mixed" and not model.can_be_smoothed:
+        quant = dataclasses.replace(
+            quant, activations="int8"
+        )  # two steps were measured on decoders of tokens only
+    path = None if quant is None else quant.calibrate
     if path is not None and not model.can_be_smoothed:
         raise InputError("--calibrate is for decoders of tokens with plain attention; leave it out")
-    smooths = options.quant is not None and options.quant.smooths and model.can_be_smoothed
+    smooths = quant is not None and quant.smooths and model.can_be_smoothed
     if path is None and options.kv != "int8" and not smooths:
-        return Numbers(quant=options.quant)
+        return Numbers(quant=quant)
     windows = calibration_windows(_calibration_ids(model, path), model.max_context)
-    return Numbers(quant=options.quant, kv=options.kv, windows=windows)
+    return Numbers(quant=quant, kv=options.kv, windows=windows)
 
 
 def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
@@ -252,7 +259,12 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
 
 
 def make_manifest(
-    model: Source, graphs: Graphs, options: ExportOptions, files: dict[str, FileInfo], parity: Parity | None
+    model: Source,
+    graphs: Graphs,
+    options: ExportOptions,
+    arithmetic: Arithmetic,
+    files: dict[str, FileInfo],
+    parity: Parity | None,
 ) -> Manifest:
     dtype = _DTYPE_NAMES[DTYPES[options.dtype]]
     growth = model.growth(options.target)
@@ -265,7 +277,7 @@ def make_manifest(
         kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
-        quant=_quant_info(options, graphs, can_be_smoothed=model.can_be_smoothed),
+        quant=_quant_info(options, graphs, arithmetic, can_be_smoothed=model.can_be_smoothed),
         opset=options.opset,
         inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
         outputs=OutputInfo(
@@ -298,14 +310,16 @@ def make_manifest(
     )
 
 
-def _quant_info(options: ExportOptions, graphs: Graphs, *, can_be_smoothed: bool) -> QuantInfo | None:
+def _quant_info(
+    options: ExportOptions, graphs: Graphs, arithmetic: Arithmetic, *, can_be_smoothed: bool
+) -> QuantInfo | None:
     quant = options.quant
     if quant is None:
         return None
     return QuantInfo(
         weights="int4" if quant.bits == 4 else "int8",
         rounding=_rounding_done(quant, graphs, can_be_smoothed=can_be_smoothed),
-        activations=quant.activations if options.target == "ort" else "float",
+        activations=arithmetic.activations,
         matrices={name: describe(layout) for name, layout in graphs.layouts.items()}
         | dict.fromkeys(graphs.floats, FLOAT),
     )

@@ -6,7 +6,7 @@ import fnmatch
 import re
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
@@ -17,6 +17,9 @@ from .layout import BlockLayout
 
 Rounding = Literal["nearest", "search", "smooth"]
 # What mixed recipes keep at 8 bits, beside the first and the last layer; of an encoder too.
+# Whose inputs lose most when they are rounded to int8, for what a second step costs (SmolLM2, ARCHITECTURE.md).
+FINE = ("mlp.down.weight",)  # and the head
+FINE_WHERE_KEPT = (*FINE, "attention.qkv.weight")  # no channel can be evened out there
 FLOAT = "float"  # the form of a matrix that is not quantised
 ENDS = ("embed.weight", "embed.project.weight", "head.weight")
 
@@ -33,7 +36,8 @@ class Quant:
     skip: tuple[str, ...] = ()  # patterns of names that stay as they are
     again: bool = False  # blocks that the checkpoint has already are rounded once more
     calibrate: Path | None = None  # a text whose activations decide the rounding (GPTQ)
-    activations: Activations = "int8"
+    # mixed: int8, in two steps where most would be lost and weights are good enough for that to be seen
+    activations: Activations | Literal["mixed"] = "mixed"
 
     def layouts(self, matrices: Mapping[str, Matrix]) -> dict[str, BlockLayout]:
         """How each matrix that is quantised lies in the file."""
@@ -46,7 +50,7 @@ class Quant:
                 continue
             if self.keeps(matrix.blocks):
                 assert matrix.blocks is not None
-                found[name] = _centred(matrix.blocks)
+                found[name] = replace(_centred(matrix.blocks), fine=self._is_fine(name, matrices))
                 continue
             block = self._fitting(matrix.shape[1])
             if block is None:
@@ -55,7 +59,7 @@ class Quant:
             format_ = BlockFormat(
                 bits=8 if name in wide else self.bits, block=block, zero_points=self.zero_points
             )
-            found[name] = BlockLayout(format_)
+            found[name] = BlockLayout(format_, fine=self._is_fine(name, matrices))
         if not found:
             self._refuse_nothing({matrices[name].shape[1] for name in unfit})
         if not self.rounds(matrices, found):
@@ -78,6 +82,15 @@ class Quant:
     def keeps(self, blocks: LazyBlocks | None) -> bool:
         """Whether a checkpoint's own blocks are taken over as they are."""
         return blocks is not None and not self.again
+
+    def _is_fine(self, name: str, matrices: Mapping[str, Matrix]) -> bool:
+        is_kept = self.keeps(matrices[name].blocks)
+        if self.activations != "mixed" or (
+            self.bits == 4 and not is_kept
+        ):  # 4 bits lose a hundred times as much
+            return False
+        head = "head.weight" if "head.weight" in matrices else "embed.weight"
+        return name == head or name.endswith(FINE_WHERE_KEPT if is_kept else FINE)
 
     def _wide(self, matrices: Iterable[str]) -> frozenset[str]:
         wide = set()

@@ -183,7 +183,7 @@ def test_codes_that_the_operator_reads_in_another_order_are_caught(
         exported(tmp_path, ExportOptions(target=target, quant=Quant(bits=4)))
 
 
-@pytest.mark.parametrize("text", ["int4-32", "int8-64-zeros", "int4-32-shifts"])
+@pytest.mark.parametrize("text", ["int4-32", "int8-64-zeros", "int4-32-shifts", "int8-32-zeros-fine"])
 def test_layouts_have_names(text: str) -> None:
     assert describe(parse_layout(text)) == text
 
@@ -191,7 +191,6 @@ def test_layouts_have_names(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (ExportOptions(quant=Quant(bits=4, block=128)), "weights are no multiple of --quant-block 128"),
         (ExportOptions(quant=Quant(bits=4, skip=("nothing*",))), "matches no matrix; there are embed.weight"),
         (ExportOptions(kv="int8", target="portable"), "works for decoders of tokens with --target ort"),
     ],
