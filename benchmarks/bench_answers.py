@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ import tfmx
 from tfmx.export.quality_windows import read_text, text_windows
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.devices import choose_device
-from tfmx.runtime.engine import Engine, Graphs, open_engine
+from tfmx.runtime.engine import Graphs, open_engine
 
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -58,9 +59,9 @@ def answers(bundle: Path) -> list[Answer]:
     return found
 
 
-def engine_of(bundle: Path, threads: int | None = None) -> Engine:
+def graphs_of(bundle: Path, threads: int | None = None) -> Graphs:
     opened = Bundle.open(bundle, check=False)
-    return open_engine(Graphs(opened, choose_device("cpu", opened), threads=threads), 1, 512)
+    return Graphs(opened, choose_device("cpu", opened), threads=threads)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> Logits:
@@ -69,12 +70,19 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> Logits:
     return np.asarray(wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True)))
 
 
-def on_text(plain: Path, bundle: Path) -> tuple[float, float]:
-    """Mean KL divergence from float32's predictions, and how often the best token is the same."""
+def logits_on_text(plain: Path, bundle: Path) -> Iterator[npt.NDArray[np.float32]]:
+    """Window by window, (T, V)."""
     windows = text_windows(Bundle.open(plain, check=False), read_text(None)).token_ids
-    divergences, agreements = [], []
+    graphs = graphs_of(bundle)
     for row in windows[:: len(windows) // WINDOWS][:WINDOWS]:
-        log_p, log_q = (log_softmax(engine_of(path).score(row)["logits"]) for path in (plain, bundle))
+        yield open_engine(graphs, 1, len(row)).score(row)["logits"]
+
+
+def on_text(truth: list[npt.NDArray[np.float32]], plain: Path, bundle: Path) -> tuple[float, float]:
+    """Mean KL divergence from float32's predictions, and how often the best token is the same."""
+    divergences, agreements = [], []
+    for expected, found in zip(truth, logits_on_text(plain, bundle), strict=True):
+        log_p, log_q = log_softmax(expected), log_softmax(found)
         divergences.append((np.exp(log_p) * (log_p - log_q)).sum(axis=-1))
         agreements.append(log_p.argmax(axis=-1) == log_q.argmax(axis=-1))
     return float(np.mean(divergences)), float(np.mean(agreements))
@@ -82,7 +90,7 @@ def on_text(plain: Path, bundle: Path) -> tuple[float, float]:
 
 def step_times(bundles: list[Path]) -> list[float]:
     """Each bundle's CPU time a step, divided by the first's of the same round."""
-    engines = [engine_of(bundle, threads=1) for bundle in bundles]
+    engines = [open_engine(graphs_of(bundle, threads=1), 1, 512) for bundle in bundles]
     for engine in engines:
         engine.prefill([list(range(100, 164))])
     rounds = []
@@ -108,7 +116,7 @@ def main() -> None:
         "\n| bundle | facts | first token | first 16 | whole | KL divergence | same top token | CPU time of a step | MB |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    wrong = []
+    wrong, truth = [], list(logits_on_text(plain, plain))
     for bundle, ratio in zip(bundles, step_times(bundles), strict=True):
         found = answers(bundle)
         facts = [fact in text for fact, (_, text) in zip(QUESTIONS.values(), found, strict=True)]
@@ -119,7 +127,7 @@ def main() -> None:
             sum(ours[:n] == theirs[:n] for (ours, _), (theirs, _) in zip(found, wanted, strict=True))
             for n in (1, 16, LONGEST)
         ]
-        divergence, agreement = on_text(plain, bundle)
+        divergence, agreement = on_text(truth, plain, bundle)
         size = (bundle / "weights.bin").stat().st_size / 1e6
         print(
             f"| {bundle.name} | {sum(facts)} of {len(facts)} | {same[0]} | {same[1]} | {same[2]} | {divergence:.4f} | "
