@@ -42,6 +42,7 @@ VARIANTS = {
     "answers-int8": ("--quant", "int8", "--requantise"),
     "answers-int8-act8": ("--quant", "int8", "--requantise", "--quant-activations", "int8"),
     "answers-int4-again": ("--quant", "int4", "--requantise"),
+    "answers-int4-uniform": ("--quant", "int4", "--requantise", "--quant-uniform"),
 }
 LONGEST, WINDOWS, STEPS, ROUNDS = 64, 8, 24, 5
 

@@ -24,7 +24,7 @@ class Quantisation(TypedDict):
     quant_block: str
     quant_zero_points: bool
     quant_round: Literal["smooth", "search", "nearest"]
-    quant_mixed: bool
+    quant_mixed: bool | None
     quant_skip: tuple[str, ...]
     quant_activations: Literal["mixed", "int8", "float"]
     requantise: bool
@@ -67,7 +67,10 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Round for what the model computes on this text (smooth, then GPTQ), a few thousand words.  [default: no text]",
         ),
         click.option(
-            "--quant-mixed", is_flag=True, help="Embedding, head, first and last layer keep 8 bits."
+            "--quant-mixed/--quant-uniform",
+            default=None,
+            help="With int4, embedding, head, first and last layer, and the projections out of the MLPs keep 8 bits; or all "
+            "matrices have 4.  [default: mixed, but for models of which that leaves nothing at 4]",
         ),
         click.option(
             "--quant-skip",
@@ -106,7 +109,7 @@ def check_quantisation(given: Quantisation, target: str, dtype: str) -> None:
         refuse_options(_COMPANIONS, "goes with --quant; add --quant int8 or --quant int4")
     if given["quant"] == "int8":
         refuse_options(
-            ("quant_mixed",), "keeps some matrices at 8 bits; with --quant int8 all are, leave it out"
+            ("quant_mixed",), "chooses between 4 and 8 bits; with --quant int8 all have 8, leave it out"
         )
     if target == "portable":
         refuse_options(("quant_activations",), "is for --target ort; portable graphs round no activations")

@@ -16,12 +16,13 @@ from .arithmetic import Activations
 from .layout import BlockLayout
 
 Rounding = Literal["nearest", "search", "smooth"]
-# What mixed recipes keep at 8 bits, beside the first and the last layer; of an encoder too.
+DOWN = "mlp.down.weight"
+# What mixed recipes keep at 8 bits, beside `DOWN`, the first and the last layer; of an encoder too.
+ENDS = ("embed.weight", "embed.project.weight", "head.weight")
 # Whose inputs lose most when they are rounded to int8, for what a second step costs (SmolLM2, ARCHITECTURE.md).
-FINE = ("mlp.down.weight",)  # and the head
+FINE = (DOWN,)  # and the head
 FINE_WHERE_KEPT = (*FINE, "attention.qkv.weight")  # no channel can be evened out there
 FLOAT = "float"  # the form of a matrix that is not quantised
-ENDS = ("embed.weight", "embed.project.weight", "head.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,8 @@ class Quant:
     rounding: Rounding = (
         "smooth"  # as search, after channels were evened out where that can be (smoothing.py)
     )
-    mixed: bool = False  # embedding, head, first and last layer at 8 bits
+    # Embedding, head, first and last layer, and the projections out of the MLPs at 8 bits; None: if others are left for 4.
+    mixed: bool | None = False
     skip: tuple[str, ...] = ()  # patterns of names that stay as they are
     again: bool = False  # blocks that the checkpoint has already are rounded once more
     calibrate: Path | None = None  # a text whose activations decide the rounding (GPTQ)
@@ -43,7 +45,10 @@ class Quant:
         """How each matrix that is quantised lies in the file."""
         self._check_patterns(matrices)
         self._check_blocks(matrices)
-        wide = self._wide(matrices) if self.mixed else frozenset()
+        mixes = self.bits == 4 if self.mixed is None else self.mixed
+        wide = self._wide(matrices) if mixes else frozenset()
+        if self.mixed is None and wide.issuperset(matrices):
+            wide = frozenset()
         found, unfit = {}, set()
         for name, matrix in matrices.items():
             if is_left_out(name, self.skip):
@@ -66,8 +71,8 @@ class Quant:
             self._check_nothing_asked(found.values())
         elif self.mixed and all(layout.format.bits == 8 for layout in found.values()):
             raise InputError(
-                "--quant-mixed leaves no matrix at int4: all are in the first or the last layer, or at the ends; "
-                "use --quant int8, or leave --quant-mixed out"
+                "--quant-mixed leaves no matrix at int4: all are in the first or the last layer, at the ends, or "
+                "lead out of an MLP; use --quant int8 or --quant-uniform"
             )
         return found
 
@@ -98,7 +103,11 @@ class Quant:
             inner = {name.removeprefix(part): name for name in matrices if name.startswith(part)}
             layers = sorted({int(name.split(".")[1]) for name in inner if name.startswith("blocks.")})
             outer = tuple(f"blocks.{layer}." for layer in (*layers[:1], *layers[-1:]))
-            wide |= {whole for name, whole in inner.items() if name in ENDS or name.startswith(outer)}
+            wide |= {
+                whole
+                for name, whole in inner.items()
+                if name in ENDS or name.startswith(outer) or name.endswith(DOWN)
+            }
         return frozenset(wide)
 
     def _check_blocks(self, matrices: Mapping[str, Matrix]) -> None:

@@ -32,17 +32,25 @@ def bits(quant: Quant, matrices: dict[str, Matrix]) -> dict[str, int]:
     return {name: layout.format.bits for name, layout in quant.layouts(matrices).items()}
 
 
-def test_a_mixed_recipe_widens_both_ends_of_the_decoder_and_of_the_encoder() -> None:
+def test_a_mixed_recipe_widens_both_ends_and_the_way_out_of_mlps_of_decoder_and_encoder() -> None:
     matrices = model(4) | model(3, part="encoder.")
     matrices |= {"embed.project.weight": Matrix((64, 128)), "blocks.1.cross.kv.weight": Matrix((64, 128))}
     found = bits(replace(INT4, mixed=True), matrices)
     assert found.keys() == matrices.keys()
     narrow = {name for name in found if found[name] == 4}
     assert narrow == {
-        *(f"blocks.{layer}.{name}" for layer in (1, 2) for name in NAMES),
+        *(f"blocks.{layer}.attention.qkv.weight" for layer in (1, 2)),
         "blocks.1.cross.kv.weight",
-        *(f"encoder.blocks.1.{name}" for name in NAMES),
+        "encoder.blocks.1.attention.qkv.weight",
     }
+    assert bits(replace(INT4, mixed=None), matrices) == found
+
+
+def test_int4_is_mixed_by_default_but_where_nothing_would_be_left() -> None:
+    assert set(bits(replace(INT4, mixed=None), model(3)).values()) == {4, 8}
+    assert set(bits(replace(INT4, mixed=None), model(2)).values()) == {4}
+    assert set(bits(Quant(bits=8, mixed=None), model(3)).values()) == {8}
+    assert set(bits(replace(INT4, mixed=None), model(3, kept())).values()) == {4}
 
 
 def test_the_checkpoints_blocks_are_kept_and_what_has_none_is_rounded() -> None:
