@@ -3,7 +3,7 @@
     python benchmarks/bench_answers.py [BUNDLE ...]
 
 Greedy answers to six questions of the demo's kind, which float32 answers rightly: whether the fact is in the answer, and whether
-it is float32's in the first token, the first 16 and as a whole (64 at most). Divergence and top-1 on eight windows of 512 tokens
+it is float32's in the first token, the first 16 and as a whole (64 at most). Divergence and top-1 on four windows of 512 tokens
 of the text that `tfmx verify --quality` reads, from the float32 bundle. Decoding: CPU time of a step with one thread, as a
 share of the first bundle's, medians of interleaved rounds: other load changes it less than a clock on the wall.
 
@@ -44,7 +44,7 @@ VARIANTS = {
     "answers-int4-again": ("--quant", "int4", "--requantise"),
     "answers-int4-uniform": ("--quant", "int4", "--requantise", "--quant-uniform"),
 }
-LONGEST, WINDOWS, STEPS, ROUNDS = 64, 8, 24, 5
+LONGEST, WINDOWS, STEPS, ROUNDS = 64, 4, 24, 5
 
 Logits = npt.NDArray[np.float64]
 Answer = tuple[list[int], str]
