@@ -45,11 +45,7 @@ class Quant:
         """How each matrix that is quantised lies in the file."""
         self._check_patterns(matrices)
         self._check_blocks(matrices)
-        mixes = self.bits == 4 if self.mixed is None else self.mixed
-        wide = self._wide(matrices) if mixes else frozenset()
-        if self.mixed is None and wide.issuperset(matrices):
-            wide = frozenset()
-        found, unfit = {}, set()
+        found, unfit, wide = {}, set(), self._wide(matrices)
         for name, matrix in matrices.items():
             if is_left_out(name, self.skip):
                 continue
@@ -90,14 +86,25 @@ class Quant:
 
     def _is_fine(self, name: str, matrices: Mapping[str, Matrix]) -> bool:
         is_kept = self.keeps(matrices[name].blocks)
-        if self.activations != "mixed" or (
-            self.bits == 4 and not is_kept
-        ):  # 4 bits lose a hundred times as much
+        loses_more = self.bits == 4 and not is_kept  # by its weights, a hundred times as much
+        if self.activations != "mixed" or loses_more:
             return False
         head = "head.weight" if "head.weight" in matrices else "embed.weight"
         return name == head or name.endswith(FINE_WHERE_KEPT if is_kept else FINE)
 
-    def _wide(self, matrices: Iterable[str]) -> frozenset[str]:
+    def _wide(self, matrices: Mapping[str, Matrix]) -> frozenset[str]:
+        """What has 8 bits, where others have 4."""
+        if self.mixed is False or self.bits == 8:
+            return frozenset()
+        wide = self._outer(matrices)
+        rounded = {
+            name
+            for name, matrix in matrices.items()
+            if not is_left_out(name, self.skip) and not self.keeps(matrix.blocks)
+        }
+        return frozenset() if self.mixed is None and rounded <= wide else wide
+
+    def _outer(self, matrices: Iterable[str]) -> frozenset[str]:
         wide = set()
         for part in ("", "encoder."):
             inner = {name.removeprefix(part): name for name in matrices if name.startswith(part)}

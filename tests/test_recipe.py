@@ -49,6 +49,7 @@ def test_a_mixed_recipe_widens_both_ends_and_the_way_out_of_mlps_of_decoder_and_
 def test_int4_is_mixed_by_default_but_where_nothing_would_be_left() -> None:
     assert set(bits(replace(INT4, mixed=None), model(3)).values()) == {4, 8}
     assert set(bits(replace(INT4, mixed=None), model(2)).values()) == {4}
+    assert set(bits(replace(INT4, mixed=None, skip=("blocks.*",)), model(3)).values()) == {4}
     assert set(bits(Quant(bits=8, mixed=None), model(3)).values()) == {8}
     assert set(bits(replace(INT4, mixed=None), model(3, kept())).values()) == {4}
 
