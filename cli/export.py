@@ -12,10 +12,17 @@ import click
 from .boundary import EXIT_CODES, debug_option
 from .choice import Choice
 from .console import plural, size, write_line, write_table
-from .kind_words import describe_length, describe_matrices, describe_numbers
+from .kind_words import describe_length, describe_numbers
 from .number_list import parse_numbers
 from .progress import Bars
-from .quantisation import Quantisation, check_quantisation, quant_options, read_quant
+from .quantisation import (
+    Quantisation,
+    check_quantisation,
+    quant_options,
+    read_quant,
+    report_cost,
+    report_matrices,
+)
 
 if TYPE_CHECKING:
     from ..export.parity import Parity
@@ -105,7 +112,7 @@ def command(
         parity = export(source, Path(out), options, progress)
     seconds = time.perf_counter() - started
     if not quiet:
-        _report(Bundle.open(out, check=False), parity, source, seconds)
+        _report(Bundle.open(out, check=False), parity, source, seconds, quantisation)
 
 
 def _check_places(out: Path, text: Path | None) -> None:
@@ -146,7 +153,9 @@ def _check_source(
         )
 
 
-def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) -> None:
+def _report(
+    bundle: Bundle, parity: Parity | None, source: str, seconds: float, quantisation: Quantisation
+) -> None:
     manifest = bundle.manifest
     write_line(
         f"{bundle.path}: {manifest.target}, {describe_numbers(manifest)}, opset {manifest.opset}, "
@@ -160,7 +169,7 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
     rows.append(("total", size(sum(info.size for info in manifest.files.values())), ""))
     write_table(rows, align="<>>")
     if manifest.quant is not None:
-        write_line(f"matrices: {describe_matrices(manifest.quant)}")
+        report_matrices(manifest.quant, quantisation)
         if plain := manifest.model.get("plain_matrices"):
             write_line(f"  as they are: {', '.join(map(str, plain))}")
     if parity is None:
@@ -168,6 +177,8 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
         write_line(f"  tfmx verify {shlex.quote(str(bundle.path))} --against {shlex.quote(source)}")
     else:
         _report_parity(parity)
+        if manifest.quant is not None:
+            report_cost(manifest)
 
 
 def _report_parity(parity: Parity) -> None:

@@ -45,9 +45,10 @@ from .layout import BlockLayout, Target
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
-from .quality_windows import read_text
+from .quality import measure_quality
+from .quality_windows import QualityError, cost_windows, read_text
 from .quantiser import Numbers
-from .recipe import Quant, describe, parse_layout
+from .recipe import FLOAT, Quant, describe, stored_layouts
 from .shown_layers import Maps
 from .source import Graphs, Source, open_source
 from .stitch import GRAPHS_OF_KIND
@@ -122,7 +123,7 @@ def export_module(
 def export_model(
     model: Source, out: Path, options: ExportOptions, progress: Progress | None = None
 ) -> Parity | None:
-    progress = progress or Silent()
+    progress, source = progress or Silent(), model
     if options.verify:
         model.check_module(progress)
     with published(out) as folder:
@@ -139,26 +140,46 @@ def export_model(
             parity = run_gate(folder, model, options.target, graphs.layouts, wanted.arithmetic, progress)
             parity.require()
             files[GOLDEN_FILE] = _write(folder / GOLDEN_FILE, _npz(parity))
-        manifest = make_manifest(model, graphs, options, files, parity)
-        (folder / MANIFEST).write_bytes(
-            manifest.to_bytes()
-        )  # last, so that a folder with a manifest is whole
-        Bundle.open(folder, check=False)  # what the runtime would refuse is not published
+        manifest = make_manifest(model, graphs, options, wanted.arithmetic, files, parity)
+        # last, so that a folder with a manifest is whole
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        bundle = Bundle.open(folder, check=False)  # what the runtime would refuse is not published
+        if options.verify and options.quant is not None:
+            manifest = dataclasses.replace(manifest, quality=_cost(bundle, source, progress))
+            (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return parity
+
+
+def _cost(bundle: Bundle, source: Source, progress: Progress) -> dict[str, object] | None:
+    """What quantisation cost, on a little text: figures of `tfmx verify --quality` in seconds; None where there is no text."""
+    try:
+        windows = cost_windows(bundle)
+    except QualityError:
+        return None
+    quality = measure_quality(bundle, source.reference(), windows, progress, decodes=False)
+    digests = {name: info.sha256 for name, info in bundle.manifest.source.files.items()}
+    return dataclasses.replace(quality, source=digests).certificate()
 
 
 def numbers(model: Source, options: ExportOptions) -> Numbers:
     """With the text that shows the model's ranges, where roundings depend on them."""
     if options.kv == "int8" and model.growth(options.target) != "capacity":
         raise kv_error(options.target)
-    path = None if options.quant is None else options.quant.calibrate
+    quant = options.quant
+    if quant is not None and options.target == "portable":
+        quant = dataclasses.replace(quant, activations="float")
+    elif quant is not None and quant.activations == "mixed" and not model.can_be_smoothed:
+        quant = dataclasses.replace(
+            quant, activations="int8"
+        )  # two steps were measured on decoders of tokens only
+    path = None if quant is None else quant.calibrate
     if path is not None and not model.can_be_smoothed:
         raise calibrate_error()
-    smooths = options.quant is not None and options.quant.smooths and model.can_be_smoothed
+    smooths = quant is not None and quant.smooths and model.can_be_smoothed
     if path is None and options.kv != "int8" and not smooths:
-        return Numbers(quant=options.quant)
+        return Numbers(quant=quant)
     windows = calibration_windows(_calibration_ids(model, path), model.max_context)
-    return Numbers(quant=options.quant, kv=options.kv, windows=windows)
+    return Numbers(quant=quant, kv=options.kv, windows=windows)
 
 
 def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
@@ -202,9 +223,7 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
         )
     _check_state(bundle, model, source)
     model.check_module(progress or Silent())
-    layouts = (
-        {name: parse_layout(text) for name, text in manifest.quant.matrices.items()} if manifest.quant else {}
-    )
+    layouts = stored_layouts(manifest.quant.matrices) if manifest.quant else {}
     arithmetic = Arithmetic(
         activations=manifest.quant.activations if manifest.quant else "float",
         kv="int8" if manifest.has_int8_cache else "float",
@@ -275,7 +294,12 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
 
 
 def make_manifest(
-    model: Source, graphs: Graphs, options: ExportOptions, files: dict[str, FileInfo], parity: Parity | None
+    model: Source,
+    graphs: Graphs,
+    options: ExportOptions,
+    arithmetic: Arithmetic,
+    files: dict[str, FileInfo],
+    parity: Parity | None,
 ) -> Manifest:
     dtype = _DTYPE_NAMES[DTYPES[options.dtype]]
     growth = model.growth(options.target)
@@ -288,7 +312,7 @@ def make_manifest(
         kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
-        quant=_quant_info(options, graphs, can_be_smoothed=model.can_be_smoothed),
+        quant=_quant_info(options, graphs, arithmetic, can_be_smoothed=model.can_be_smoothed),
         opset=options.opset,
         inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
         outputs=OutputInfo(
@@ -321,15 +345,18 @@ def make_manifest(
     )
 
 
-def _quant_info(options: ExportOptions, graphs: Graphs, *, can_be_smoothed: bool) -> QuantInfo | None:
+def _quant_info(
+    options: ExportOptions, graphs: Graphs, arithmetic: Arithmetic, *, can_be_smoothed: bool
+) -> QuantInfo | None:
     quant = options.quant
     if quant is None:
         return None
     return QuantInfo(
         weights="int4" if quant.bits == 4 else "int8",
         rounding=_rounding_done(quant, graphs, can_be_smoothed=can_be_smoothed),
-        activations=quant.activations if options.target == "ort" else "float",
-        matrices={name: describe(layout) for name, layout in graphs.layouts.items()},
+        activations=arithmetic.activations,
+        matrices={name: describe(layout) for name, layout in graphs.layouts.items()}
+        | dict.fromkeys(graphs.floats, FLOAT),
     )
 
 

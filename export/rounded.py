@@ -20,7 +20,7 @@ MOST_LOST = 0.1  # of keys or values, root mean square, by rounding and cutting 
 
 
 def round_inputs(model: nn.Module, layout_of: Callable[[str], BlockLayout | None]) -> None:
-    """Inputs of linear maps become int8, each block by its largest; `layout_of` a weight by its name, if quantised.
+    """Inputs of linear maps become int8, each block by its largest (or two int8, `fine`); `layout_of` a weight by its name, if quantised.
 
     (A head that pools rounds what is pooled, here each vector before: alike, or less.)
     """
@@ -29,9 +29,8 @@ def round_inputs(model: nn.Module, layout_of: Callable[[str], BlockLayout | None
             continue
         layout = layout_of(f"{name}.weight")
         if layout is not None:
-            block = layout.format.block
             module.register_forward_pre_hook(
-                lambda _, args, block=block: (rounded_blocks(args[0], block), *args[1:])
+                lambda _, args, layout=layout: (_rounded_as(layout, args[0]), *args[1:])
             )
 
 
@@ -41,9 +40,9 @@ class RoundedInputs(TorchFunctionMode):
     What PyTorch calls inside its own functions (of nn.MultiheadAttention, say) is not seen.
     """
 
-    def __init__(self, block_of: Callable[[object], int | None]) -> None:
+    def __init__(self, layout_of: Callable[[object], BlockLayout | None]) -> None:
         super().__init__()
-        self._block_of = block_of
+        self._layout_of = layout_of
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,8 +53,14 @@ class RoundedInputs(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (its name in PyTorch)
-        block = self._block_of(weight)
-        return F.linear(input if block is None else rounded_blocks(input, block), weight, bias)
+        layout = self._layout_of(weight)
+        return F.linear(input if layout is None else _rounded_as(layout, input), weight, bias)
+
+
+def _rounded_as(layout: BlockLayout, x: Tensor) -> Tensor:
+    block = layout.format.block
+    first = rounded_blocks(x, block)
+    return first + rounded_blocks(x - first, block) if layout.fine else first
 
 
 def rounded_blocks(x: Tensor, block: int) -> Tensor:

@@ -62,7 +62,8 @@ class Graphs:
     tensors: list[StoredTensor]  # of the weights file, in order
     layouts: Mapping[str, BlockLayout] = field(default_factory=dict)  # of the quantised matrices
     all_kept: bool = False  # those are the checkpoint's own blocks
-    plain: tuple[str, ...] = ()  # matrices of an own module that --quant leaves as they are
+    floats: tuple[str, ...] = ()  # matrices that are not quantised beside them, though they could be
+    plain: tuple[str, ...] = ()  # what else of an own module is a matrix: --quant leaves it as it is
 
 
 class Source(Protocol):
@@ -203,7 +204,7 @@ class CheckpointSource:
 
         tensors = stored_tensors(models.values(), reader, layouts)
         all_kept = numbers.quant is not None and not numbers.quant.rounds(matrices, layouts)
-        return Graphs(models, tensors, layouts, all_kept)
+        return Graphs(models, tensors, layouts, all_kept, left_float(matrices, layouts))
 
     def _calibration(
         self, numbers: Numbers, layouts: Mapping[str, BlockLayout], progress: Progress
@@ -285,6 +286,10 @@ class CheckpointSource:
             return self._read(name, precision).to(dtype)
 
         return DecoderReference(self.config, precision, read, stored)
+
+
+def left_float(matrices: Mapping[str, Matrix], layouts: Mapping[str, BlockLayout]) -> tuple[str, ...]:
+    return tuple(name for name in matrices if name not in layouts)
 
 
 def _check_generation(config: ModelConfig, generation: GenerationDefaults) -> None:

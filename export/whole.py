@@ -23,7 +23,7 @@ from .builder import Builder
 from .content_plan import ContentPlan
 from .eval_mode import TrainingOps, check_eval
 from .held_module import HeldModule
-from .layout import BlockLayout, Target
+from .layout import Target
 from .lower_basic import FLOAT, INT64
 from .own_calls import OwnModule
 from .own_module import ModuleError
@@ -35,7 +35,7 @@ from .recipe import Matrix
 from .rounded import RoundedInputs
 from .signature import Signature
 from .slots import OTHER_SIZES, SIZES, Slot, check_outputs, sizes_of
-from .source import Graphs
+from .source import Graphs, left_float
 from .stitch import (
     GRAPHS_OF_KIND,
     GraphKind,
@@ -148,8 +148,8 @@ class WholeSource:
         tensors = stored_tensors(
             models.values(), lambda value: quantiser.reader(str(value.name)) or plan.reader(value), layouts
         )
-        plain = () if numbers.quant is None else tuple(self._plain_matrices(plan, layouts))
-        return Graphs(models, tensors, layouts, plain=plain)
+        plain = () if numbers.quant is None else tuple(self._plain_matrices(plan, matrices))
+        return Graphs(models, tensors, layouts, floats=left_float(matrices, layouts), plain=plain)
 
     def _matrices(self, plan: ContentPlan, linear: set[str]) -> dict[str, Matrix]:
         """What can be quantised."""
@@ -161,11 +161,11 @@ class WholeSource:
             lambda name: name in weights and weights[name].data_ptr() in places, self.signature.vocab_size
         )
 
-    def _plain_matrices(self, plan: ContentPlan, layouts: Mapping[str, BlockLayout]) -> Iterator[str]:
-        """What is left as it is."""
+    def _plain_matrices(self, plan: ContentPlan, matrices: Mapping[str, Matrix]) -> Iterator[str]:
+        """What cannot be quantised."""
         for name, tensor in plan.tensors.items():
             is_matrix = name in self._held.tensors and tensor.dim() == 2 and tensor.is_floating_point()
-            if is_matrix and name not in layouts:
+            if is_matrix and name not in matrices:
                 yield name
 
     def _traced(

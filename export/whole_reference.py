@@ -97,11 +97,7 @@ class WholeReference:
         return self._held.converted(convert)
 
     def _rounded_inputs(self) -> RoundedInputs:
-        def block_of(weight: object) -> int | None:
-            layout = self._layouts.get(self._held.name_of(weight) or "")
-            return None if layout is None else layout.format.block
-
-        return RoundedInputs(block_of)
+        return RoundedInputs(lambda weight: self._layouts.get(self._held.name_of(weight) or ""))
 
     def _run_case(
         self, model: WholeModel, case: Case, pasts: Pasts | None, dtype: torch.dtype

@@ -165,7 +165,8 @@ def _decode_name(manifest: Manifest) -> str:
 def _difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> _Floats:
     if found.shape != expected.shape:
         raise BundleError(f"{GOLDEN} expects {expected.shape} where the graphs give {found.shape}")
-    return np.subtract(found, expected, dtype=np.float64)
+    difference: _Floats = np.subtract(found, expected, dtype=np.float64)
+    return difference
 
 
 def _read_cases(data: bytes, manifest: Manifest) -> dict[str, dict[str, npt.NDArray[Any]]]:
