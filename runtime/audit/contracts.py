@@ -276,7 +276,7 @@ _SHAPE = {
             "x:A -> y:A", each.kept, why="the exporter's Builder writes it where one value is two outputs"
         )
     ],
-    "Range": [contract("start:I limit:I delta:I -> y:I", shape.counted, why=_OWN)],
+    "Range": [contract("start:N limit:N delta:N -> y:N", shape.counted, why=_OWN)],
     "Reshape": [contract("x:A shape:int64 -> y:A", shape.reshaped, {"allowzero": _FLAG0})],
     "Shape": [
         contract("x:A -> y:int64", each.lengths, {"start": whole(-8, 7, 0), "end": whole(-8, 8, None)})
