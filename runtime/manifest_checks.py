@@ -106,6 +106,10 @@ def _check_state(manifest: Manifest) -> None:
     if "fixed" in growths and manifest.kind == "decoder":
         raise BundleError(f"{MANIFEST}: a decoder alone cannot have state of growth fixed")
     for entry in manifest.state:
+        if ATTENTIONS.fullmatch(entry.present):  # the runtime would ask for it as a map
+            raise BundleError(
+                f"{MANIFEST}: state {entry.past} is given as {entry.present}, the name of an attention map"
+            )
         for role in ("prefill", "decode"):
             giver = "encode" if entry.growth == "fixed" else role
             past = manifest.graphs[role].input(entry.past)

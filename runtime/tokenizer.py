@@ -34,8 +34,11 @@ class PromptError(InputError):
 class Tokenizer:
     def __init__(self, data: bytes) -> None:
         """`data`: the content of tokenizer.json."""
-        self._data = data
-        self._raw = _parse(data.decode("utf-8", "replace"))
+        try:
+            self._text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BundleError(f"tokenizer.json cannot be read: {error}") from error
+        self._raw = _parse(self._text)
         added = self._raw.get_added_tokens_decoder()
         self._specials = {token.content: token_id for token_id, token in added.items() if token.special}
         by_length = sorted(self._specials, key=len, reverse=True)
@@ -112,7 +115,7 @@ class Tokenizer:
     def _make_twin(self) -> tuple[RawTokenizer, dict[str, str]]:
         if self._twin is None:
             names = {name: f"\U0010fffc{secrets.token_hex(8)}\U0010fffd" for name in self._specials}
-            content = json.loads(self._data)
+            content = json.loads(self._text)
             _rename(content, names)
             twin = _parse(json.dumps(content))
             if any(twin.token_to_id(names[name]) != token_id for name, token_id in self._specials.items()):

@@ -107,6 +107,16 @@ def without(part):
     return {"c": case}
 
 
+def with_bytes(data, place, value):
+    """Other bytes at a place of each entry of the zip file's list."""
+    found = bytearray(data)
+    at = found.find(b"PK\x01\x02")
+    while at >= 0:
+        found[at + place : at + place + len(value)] = value
+        at = found.find(b"PK\x01\x02", at + 1)
+    return bytes(found)
+
+
 def changed(part, value):
     return {"c": {**CASES["single"], part: value}}
 
@@ -121,6 +131,14 @@ def changed(part, value):
             pack({"c": {"input_ids": np.asarray([object()], object)}}),
             r"golden\.npz cannot be read",
         ),  # no pickles
+        (
+            with_bytes(pack(CASES), 6, b"\xe8"),
+            r"golden\.npz cannot be read: zip file version",
+        ),  # what it needs
+        (with_bytes(pack(CASES), 8, b"\x01"), r"golden\.npz cannot be read: .* encrypted"),
+        (with_bytes(pack(CASES), 10, b"\x63"), r"golden\.npz cannot be read: .* compression"),
+        (with_bytes(pack(CASES), 10, b"\x08"), r"golden\.npz cannot be read: "),  # said to be deflated
+        (pack(CASES).replace(b"'shape': (", b"'shape': ["), r"golden\.npz cannot be read: "),
         (pack({}), r"golden\.npz holds no case"),
         (pack(without("budget")), r"golden\.npz: case 'c' holds .*, expected"),
         (

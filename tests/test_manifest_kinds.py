@@ -142,6 +142,7 @@ FAULTS = [
     ("capacity", state(0, growth="fixed"), r"state mixes growth fixed and capacity$"),
     ("append", state(0, growth="fixed"), r"a decoder alone cannot have state of growth fixed$"),
     ("token_classifier", lambda c: c.update(state=[STATE]), r"an encoder carries no state$"),
+    ("capacity", state(0, present="attentions.0"), r"state past_key_values\.0\.key is given as attentions\.0, the name of an attention map$"),
     # generation
     ("encoder_decoder", put("generation", decoder_start_token_id=None), r"decoder_start_token_id is None in a bundle of kind encoder-decoder$"),
     ("append", put("generation", decoder_start_token_id=1), r"decoder_start_token_id is 1 in a bundle of kind decoder$"),

@@ -145,6 +145,13 @@ def test_a_damaged_tokenizer_file_is_an_error(data):
         Tokenizer(data)
 
 
+def test_a_tokenizer_file_that_is_no_text_is_an_error(tiny):
+    """Half a character in the vocabulary would have been another token."""
+    data = tiny_tokenizer().to_str().encode().replace("Ġ".encode(), "Ġ".encode()[:1])
+    with pytest.raises(BundleError, match=r"^tokenizer\.json cannot be read: 'utf-8' codec"):
+        Tokenizer(data)
+
+
 def test_a_text_with_half_a_surrogate_is_an_error(tiny):
     with pytest.raises(PromptError, match="the tokenizer failed"):
         tiny.encode("a\ud800b")

@@ -269,7 +269,10 @@ def _redrawn(rng: Random, tensor: onnx.TensorProto, way: str) -> str:
         for entry in tensor.external_data:
             entry.value = str(size) if entry.key == "length" else entry.value
         return f"{name} is {kind} {dims} in weights.bin"
-    if kind not in _ITEM_SIZES:
+    is_spoiled = tensor.HasField("raw_data") and len(tensor.raw_data) != math.prod(dims) * _ITEM_SIZES.get(
+        kind, 0
+    )
+    if kind not in _ITEM_SIZES or is_spoiled or any(dim < 0 for dim in dims):  # by an edit before this one
         return f"{name} left as it is"
     array = numpy_helper.to_array(tensor)
     if way == "values":

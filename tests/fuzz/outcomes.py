@@ -22,6 +22,8 @@ BAD = (DIFFERS, TRACEBACK, INTERNAL, HANG, SIGNAL, GENERATOR)
 _SEVERITY = (RAN, FAILED, REFUSED_BY_ORT, REFUSED, *BAD)
 
 _LINE = re.compile(r"tfmx: error: [^\n]*\n")
+_STAGES = re.compile(r"(?:(?!tfmx: )[^\n]{1,80}\n)*")  # before it: what takes minutes says what it is at
+_TELLS_STAGES = {"verify", "export"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def judge(command: str, code: int, out: str, err: str) -> tuple[str, str]:
         return TRACEBACK, f"{command}: exit code {code}: {_shown(err)}"
     if code == 0:
         return RAN, ""
-    if not _LINE.fullmatch(err):
+    stages = _STAGES.match(err) if command in _TELLS_STAGES else None
+    if not _LINE.fullmatch(err, stages.end() if stages else 0):
         return TRACEBACK, f"{command}: not one line: {_shown(err)}"
     line = f"{command}: {_shown(err)}"
     if "onnxruntime cannot load" in err or "onnxruntime failed in" in err:
