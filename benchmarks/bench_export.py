@@ -23,7 +23,8 @@ def export_once(n_layers: int) -> dict[str, float]:
     import onnx_ir as ir
     import torch
 
-    from tfmx.export.pipeline import ExportOptions, export_model
+    from tfmx.export.options import ExportOptions
+    from tfmx.export.pipeline import export_model
     from tfmx.export.source import CheckpointSource
     from tfmx.export.trace import trace_decoder
     from tfmx.export.weights import torch_dtype

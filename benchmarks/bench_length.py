@@ -23,7 +23,8 @@ def export_bundles(folder: Path) -> dict[str, Path]:
     import onnx_ir as ir
     import torch
 
-    from tfmx.export.pipeline import ExportOptions, export_model
+    from tfmx.export.options import ExportOptions
+    from tfmx.export.pipeline import export_model
     from tfmx.export.source import checkpoint_source
     from tfmx.tfm_model.checkpoint import GenerationDefaults
     from tfmx.tfm_model.config import (

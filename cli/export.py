@@ -96,7 +96,8 @@ def command(
     started = time.perf_counter()
     with Bars(lines=True, quiet=quiet) as progress:
         progress.stage("loading PyTorch", 1)
-        from ..export.pipeline import DEFAULT_OPSET, ExportOptions, export
+        from ..export.options import DEFAULT_OPSET, ExportOptions
+        from ..export.pipeline import export
         from ..runtime.bundle import Bundle
 
         options = ExportOptions(

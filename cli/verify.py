@@ -132,7 +132,7 @@ def _report_replay(results: list[CaseResult]) -> None:
 
 def _compare(bundle: Bundle, source: str, progress: Bars) -> tuple[CaseParity, ...]:
     progress.stage("loading PyTorch", 1)
-    from ..export.pipeline import verify_against
+    from ..export.verify import verify_against
 
     parity = verify_against(bundle, source, progress)
     if parity.rounding is None:

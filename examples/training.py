@@ -25,7 +25,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from tfmx.cli.progress import Bars
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export
 from tfmx.tfm_model.checkpoint import GenerationDefaults
 from tfmx.tfm_model.tfmx_folder import save_model
 from tfmx.tfm_model.transformer import Transformer

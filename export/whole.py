@@ -16,7 +16,7 @@ from torch import Tensor
 from ..runtime.bundle import FileInfo
 from ..tfm_model.blocks import Blocks
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
-from ..tfm_model.state import StateSpec, StateTensor
+from ..tfm_model.state import StateSpec
 from ..tfm_model.transformer import Transformer
 from .arithmetic import Arithmetic
 from .builder import Builder
@@ -24,7 +24,6 @@ from .content_plan import ContentPlan
 from .eval_mode import TrainingOps, check_eval
 from .held_module import HeldModule
 from .layout import Target
-from .lower_basic import FLOAT, INT64
 from .own_calls import OwnModule
 from .own_module import ModuleError
 from .own_trace import TRANSLATIONS, with_columns
@@ -34,14 +33,13 @@ from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .recipe import Matrix
 from .rounded import RoundedInputs
 from .signature import Signature
-from .slots import OTHER_SIZES, SIZES, Slot, check_outputs, sizes_of
+from .slots import OTHER_SIZES, SIZES, GraphSlots, Slot, check_outputs, sizes_of
 from .source import Graphs, left_float
 from .stitch import (
     GRAPHS_OF_KIND,
     GraphKind,
     column_lowering,
     keep_input,
-    present_shape,
     stamp,
 )
 from .stored import StoredMatrices
@@ -76,6 +74,8 @@ class WholeSource:
         self.generation, self.texts = generation, texts
         self.spec: StateSpec = model.state_spec()
         self.max_context = signature.steps.length
+        recurrent = all(state.growth in {"constant", "fixed"} for state in self.spec)
+        self._slots = GraphSlots(signature, self.spec, dtype, forgets=recurrent and not self.is_own)
 
     def digests(self) -> dict[str, FileInfo]:
         return dict(self._files)
@@ -176,7 +176,7 @@ class WholeSource:
         if not self.is_own:
             return trace_pieces(model, pieces), set()
         lines, linear = self._probe(model)
-        shapes = [slot.shape for kind in kinds for slot in self._inputs(kind)]
+        shapes = [slot.shape for kind in kinds for slot in self._slots.inputs(kind)]
         with noted_sizes() as notes:
             try:
                 traced = trace_pieces(model, pieces, opset, TRANSLATIONS)
@@ -197,94 +197,21 @@ class WholeSource:
         watch, before, dtype = TrainingOps(), "", torch_dtype(self._dtype)
         for sizes in (SIZES, OTHER_SIZES):
             for kind in GRAPHS_OF_KIND[self.signature.kind]:
-                slots = self._inputs(kind)
+                slots = self._slots.inputs(kind)
                 [piece, *_] = self._pieces(model, kind, sizes)
                 given = sizes_of(slots, sizes, kind)
                 with users_code(f"the module fails with {given}{before}", model, dtype), watch, note:
                     found = piece.run(*piece.inputs)
-                check_outputs(found, self._outputs(kind))  # type: ignore[arg-type]
+                check_outputs(found, self._slots.outputs(kind))  # type: ignore[arg-type]
                 before = f", though not with {given}"
         return watch.lines, linear - {""}
-
-    # --- what the graphs take and give --------------------------------------------------------------------
-
-    def _inputs(self, kind: GraphKind) -> list[Slot]:
-        """The state comes last."""
-        elements = self.signature.inputs if kind == "encode" else self.signature.steps
-        length: int | str = 1 if kind == "decode" else "sequence_length"
-        slots = [
-            Slot(elements.name, INT64 if elements.kind == "tokens" else self._dtype, elements.shape(length))
-        ]
-        if kind != "encode" or self.signature.has_mask:
-            columns = length if kind == "encode" or self._forgets else "total_sequence_length"
-            slots.append(Slot("attention_mask", INT64, ("batch_size", columns)))
-        if kind == "encode":
-            return slots
-        slots.append(Slot("position_ids", INT64, ("batch_size", length)))
-        if self.signature.kind == "encoder-decoder" and self.signature.has_mask:
-            slots.append(Slot("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length")))
-        return slots + [Slot(state.past, self._state_dtype(state), state.shape) for state in self.spec]
-
-    def _state_dtype(self, state: StateTensor) -> ir.DataType:
-        return FLOAT if state.wide else self._dtype
-
-    @property
-    def _forgets(self) -> bool:
-        """Whether nothing of ours looks back at columns of the past, so that the mask does without them."""
-        recurrent = all(state.growth in {"constant", "fixed"} for state in self.spec)
-        return recurrent and not self.is_own
-
-    def _outputs(self, kind: GraphKind) -> list[Slot]:
-        """The main one first, then state, then maps."""
-        s, answer = self.signature, self.signature.outputs
-        if kind != "encode":
-            kept: int | str = 1 if kind == "decode" or answer.only_last else "logits_length"
-            slots = [Slot(answer.name, FLOAT, ("batch_size", kept, answer.size))]
-            moving = [state for state in self.spec if state.growth != "fixed"]
-            slots += [
-                Slot(state.present, self._state_dtype(state), tuple(present_shape(state.shape, "append")))
-                for state in moving
-            ]
-            return slots + self._step_maps(1 if kind == "decode" else "sequence_length")
-        T: int | str = s.inputs.length if s.inputs.kind == "images" else "sequence_length"
-        maps = s.maps if s.kind == "encoder" else s.encoder_maps
-        shown = [
-            Slot(name, self._dtype, ("batch_size", heads, T, T))
-            for name, (_, heads) in zip(s.encoder_map_names, maps, strict=True)
-        ]
-        if s.kind == "encoder":
-            shape = ("batch_size", answer.size) if answer.pooled else ("batch_size", T, answer.size)
-            return [Slot(answer.name, FLOAT, shape), *shown]
-        assert s.encoded_width is not None
-        fixed = [
-            Slot(
-                state.present,
-                self._dtype,
-                tuple(T if dim == "encoder_sequence_length" else dim for dim in state.shape),
-            )
-            for state in self.spec
-            if state.growth == "fixed"
-        ]
-        return [Slot("last_hidden_state", FLOAT, ("batch_size", T, s.encoded_width)), *fixed, *shown]
-
-    def _step_maps(self, T: int | str) -> list[Slot]:
-        s = self.signature
-        own: int | str = T if self._forgets else "total_sequence_length"
-        return [
-            Slot(
-                name,
-                self._dtype,
-                ("batch_size", heads, T, "encoder_sequence_length" if name.startswith("cross") else own),
-            )
-            for name, (_, heads) in zip(s.map_names, s.maps * 2, strict=False)
-        ]
 
     # --- tracing ------------------------------------------------------------------------------------------
 
     def _pieces(
         self, model: Transformer | OwnModule, kind: GraphKind, sizes: Mapping[str, int] = SIZES
     ) -> list[Piece]:
-        slots = self._inputs(kind)
+        slots = self._slots.inputs(kind)
         names = [slot.name for slot in slots]
         count = len(names) - (0 if kind == "encode" else len(self.spec))  # without the state
 
@@ -303,7 +230,7 @@ class WholeSource:
 
         examples = [slot.example(sizes, kind) for slot in slots]
         axes = [slot.free_axes for slot in slots]
-        pieces = [Piece(kind, run, examples, axes, len(self._outputs(kind)), self._prefix)]
+        pieces = [Piece(kind, run, examples, axes, len(self._slots.outputs(kind)), self._prefix)]
         if kind != "encode" and isinstance(model, Transformer) and self._splits:
             length: int | str = 1 if kind == "decode" else "sequence_length"
             hidden = Slot("hidden", self._dtype, ("batch_size", length, model.config.width))
@@ -336,7 +263,7 @@ class WholeSource:
         arithmetic: Arithmetic,
     ) -> ir.Model:
         builder = Builder(kind, opset)
-        inputs = [builder.input(slot.name, slot.dtype, slot.shape) for slot in self._inputs(kind)]
+        inputs = [builder.input(slot.name, slot.dtype, slot.shape) for slot in self._slots.inputs(kind)]
         keep = keep_input(builder) if kind == "prefill" and not self.signature.outputs.only_last else None
         context = max(self.signature.inputs.length, self.signature.steps.length)
         lowering = column_lowering(
@@ -347,7 +274,7 @@ class WholeSource:
         if f"{kind} head" in fragments:
             builder.scope = "head"
             [main] = stamp(fragments[f"{kind} head"], [main], "", lowering, plan)
-        for value, slot in zip([main, *rest], self._outputs(kind), strict=True):
+        for value, slot in zip([main, *rest], self._slots.outputs(kind), strict=True):
             builder.output(value, slot.name, slot.dtype, slot.shape)
         products_first(builder)
         builder.drop_unused(["position_ids"])

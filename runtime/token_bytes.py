@@ -14,9 +14,9 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    def __init__(self, data: bytes, spelling: Callable[[int], str | None]) -> None:
-        """`data`: the content of tokenizer.json, whose decoder says how tokens are written; `spelling`: of each."""
-        content = json.loads(data)
+    def __init__(self, text: str, spelling: Callable[[int], str | None]) -> None:
+        """`text`: the content of tokenizer.json, whose decoder says how tokens are written; `spelling`: of each."""
+        content = json.loads(text)
         self._spelling = spelling
         self._added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
         self._steps = list(_steps(content.get("decoder")))

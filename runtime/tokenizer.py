@@ -58,7 +58,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes | None:
         """What one token stands for, exactly; None for an id that is no token."""
         if self._bytes is None:
-            self._bytes = TokenBytes(self._data, self.token)
+            self._bytes = TokenBytes(self._text, self.token)
         return self._bytes(token_id)
 
     def longest_token(self) -> int:

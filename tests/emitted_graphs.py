@@ -20,7 +20,8 @@ from tfmx.export import whole
 from tfmx.export.builder import serialised
 from tfmx.export.choice_graphs import sample_graph, select_graph
 from tfmx.export.layout import Target
-from tfmx.export.pipeline import DTYPES, Precision, graph_info
+from tfmx.export.manifest_writer import graph_info
+from tfmx.export.options import DTYPES, Precision
 from tfmx.export.progress import Silent
 from tfmx.export.quantiser import PLAIN as AS_IT_IS
 from tfmx.export.quantiser import Numbers

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tfmx.export import whole
-from tfmx.export.pipeline import ExportOptions, export_model
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export_model
 from tfmx.export.source import checkpoint_source
 from tfmx.export.trace import default_dtype
 from tfmx.tfm_model.config import AttentionConfig, MlpConfig, ModelConfig, PatchInputs, TokenInputs

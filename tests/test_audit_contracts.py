@@ -16,7 +16,7 @@ from emitted_graphs import (
 from family_bundles import FAMILY
 from random_models import VARIANTS
 
-from tfmx.export.pipeline import Precision
+from tfmx.export.options import Precision
 from tfmx.export.trace import TRACE_OPSET
 from tfmx.runtime.audit.contracts import CONTRACTS, contract_of
 from tfmx.runtime.audit.dims import (

@@ -21,7 +21,8 @@ from tiny_bundle import VOCAB
 from tfmx import InputError
 from tfmx.cli.bench import _as_json, _title
 from tfmx.cli.bench_png import draw_bench
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export
 from tfmx.runtime import bench as module
 from tfmx.runtime import machine
 from tfmx.runtime.bench import (

@@ -14,7 +14,8 @@ from tiny_bundle import CONTEXT, reference_greedy, tiny_weights, write_bundle
 from tiny_checkpoints import save_tiny
 
 import tfmx
-from tfmx.export.pipeline import ExportOptions, export, export_model
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export, export_model
 from tfmx.export.source import checkpoint_source
 from tfmx.runtime.draft_length import DraftLength
 from tfmx.runtime.sampling import SamplingOptions

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 from cuda_coverage import missing_cuda_kernels
 
-from tfmx.export.pipeline import DTYPES
+from tfmx.export.options import DTYPES
 from tfmx.export.progress import Silent
 from tfmx.export.source import open_source
 from tfmx.export.weights import link_weights

@@ -12,8 +12,9 @@ import pytest
 import torch
 from random_models import PLAIN, VARIANTS, random_source
 
+from tfmx.export.options import ExportOptions
 from tfmx.export.parity import Parity, ParityError
-from tfmx.export.pipeline import ExportOptions, export_model
+from tfmx.export.pipeline import export_model
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.ops import OPSETS
 from tfmx.tfm_model.checkpoint import LazyTensor

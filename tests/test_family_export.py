@@ -13,7 +13,9 @@ from command_line import tfmx
 
 from tfmx import InputError
 from tfmx.export.fitting import can_stamp
-from tfmx.export.pipeline import ExportOptions, export, verify_against
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export
+from tfmx.export.verify import verify_against
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.devices import choose_device
 from tfmx.runtime.golden import replay_golden

@@ -14,8 +14,9 @@ from tfmx.export import lower_recurrent
 from tfmx.export.lower_attention import AttentionLowering
 from tfmx.export.lower_basic import FLOAT, BasicLowering
 from tfmx.export.lower_recurrent import RecurrentLowering
+from tfmx.export.options import DTYPES
 from tfmx.export.parity import Gate, ParityError
-from tfmx.export.pipeline import DTYPES, write_files
+from tfmx.export.pipeline import write_files
 from tfmx.export.progress import Silent
 from tfmx.export.source import Source, open_source
 

@@ -19,7 +19,8 @@ from onnx import helper
 from planted_faults import constant, insert_before, node, set_attribute
 from random_models import PLAIN, random_source
 
-from tfmx.export.pipeline import DTYPES, ExportOptions, export_model
+from tfmx.export.options import DTYPES, ExportOptions
+from tfmx.export.pipeline import export_model
 from tfmx.export.recipe import Quant
 from tfmx.export.source import open_source
 from tfmx.runtime.bundle import Bundle, BundleError

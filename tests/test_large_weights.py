@@ -12,7 +12,8 @@ import torch
 from random_models import PLAIN, PLAIN_ATTENTION, random_decoder
 
 import tfmx
-from tfmx.export.pipeline import ExportOptions, export_model
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export_model
 from tfmx.export.source import CheckpointSource
 from tfmx.tfm_model.checkpoint import Checkpoint, GenerationDefaults, LazyTensor
 from tfmx.tfm_model.config import HeadConfig, TokenInputs

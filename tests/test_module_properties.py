@@ -13,7 +13,8 @@ from torch import nn
 
 import tfmx
 from tfmx import InputError, TfmxError
-from tfmx.export.pipeline import ExportOptions, export, export_module
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export, export_module
 from tfmx.export.properties import PropertyError
 
 

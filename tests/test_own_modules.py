@@ -11,8 +11,9 @@ import torch
 
 import tfmx
 from tfmx import InputError, TfmxError
+from tfmx.export.options import ExportOptions
 from tfmx.export.parity import ParityError
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.pipeline import export
 from tfmx.runtime.bundle import Bundle
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own" / "gpt.py"

@@ -16,9 +16,10 @@ from torch import nn
 import tfmx
 from tfmx import InputError
 from tfmx.export.builder import Builder, serialised
+from tfmx.export.options import ExportOptions
 from tfmx.export.own_calls import OwnModule, Packing
 from tfmx.export.own_probe import open_own
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.pipeline import export
 from tfmx.export.transposed_products import products_first
 from tfmx.runtime.bundle import Bundle, BundleError
 from tfmx.runtime.devices import import_onnxruntime

@@ -12,9 +12,11 @@ import tfmx.export.quantiser as quantiser_module
 from tfmx import InputError, TfmxError
 from tfmx.cli.entry import group
 from tfmx.export.layout import SCALES, packed
+from tfmx.export.options import ExportOptions
 from tfmx.export.parity import ParityError
-from tfmx.export.pipeline import ExportOptions, export, verify_against
+from tfmx.export.pipeline import export
 from tfmx.export.recipe import Quant
+from tfmx.export.verify import verify_against
 from tfmx.runtime.bundle import Bundle
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own" / "gpt.py"

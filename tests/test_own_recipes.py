@@ -14,8 +14,9 @@ from public_packages import X_TRANSFORMERS, importable
 from torch import Tensor, nn
 
 import tfmx
+from tfmx.export.options import ExportOptions
 from tfmx.export.own_module import build_module
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.pipeline import export
 
 RECIPES = Path(__file__).parents[1] / "examples" / "own"
 CLOSE = 2e-5  # of float32 numbers relative to the largest, summed in another order through a few layers

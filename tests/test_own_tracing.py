@@ -12,7 +12,8 @@ from torch import nn
 from tfmx import InputError, TfmxError
 from tfmx.cli.boundary import explain
 from tfmx.export.held_module import HeldModule
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export
 from tfmx.export.user_code import told
 
 ATTENTION = "F.scaled_dot_product_attention(q, key, value, attn_mask=seen[:, None])"
@@ -73,8 +74,9 @@ CAUSAL = TOY.replace(
 
 def test_is_causal_without_a_past_is_what_pytorch_does(tmp_path: Path) -> None:
     """Its state is the last answer, so that as a decoder it is wrong, which is not asked here."""
+    from tfmx.export.options import DTYPES
     from tfmx.export.parity import Gate
-    from tfmx.export.pipeline import DTYPES, write_files
+    from tfmx.export.pipeline import write_files
     from tfmx.export.progress import Silent
     from tfmx.export.source import open_source
 

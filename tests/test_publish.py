@@ -17,7 +17,8 @@ import pytest
 from random_models import PLAIN, random_source
 
 from tfmx.export import publish
-from tfmx.export.pipeline import ExportOptions, export_model
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export_model
 from tfmx.export.publish import PublishError, TargetError, published
 from tfmx.runtime.bundle import Bundle
 

@@ -17,7 +17,8 @@ from tiny_checkpoints import tiny_model
 
 from tfmx import InputError
 from tfmx.export import quality
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export
 from tfmx.export.quality import (
     MeasureError,
     Quality,

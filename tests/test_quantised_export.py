@@ -20,8 +20,9 @@ import tfmx.export.source as source_module
 from tfmx import InputError
 from tfmx.export import lower_ort
 from tfmx.export.layout import CODES, SCALES, BlockLayout, as_stored, packed, shared_name, unpacked
+from tfmx.export.options import DTYPES, ExportOptions
 from tfmx.export.parity import ParityError
-from tfmx.export.pipeline import DTYPES, ExportOptions, export_model
+from tfmx.export.pipeline import export_model
 from tfmx.export.quantiser import rounded
 from tfmx.export.recipe import Quant, describe, parse_layout
 from tfmx.export.rounding import round_nearest

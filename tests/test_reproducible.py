@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny_checkpoints import save_tiny
 
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.options import ExportOptions
+from tfmx.export.pipeline import export
 from tfmx.export.trace import trace_decoder
 
 

@@ -12,8 +12,9 @@ from random_models import PLAIN, VARIANTS, random_decoder, random_source
 
 from tfmx.export.arithmetic import Arithmetic
 from tfmx.export.layer_walk import LayerWalk
+from tfmx.export.options import ExportOptions
 from tfmx.export.parity_error import ParityError
-from tfmx.export.pipeline import ExportOptions, export_model, run_gate
+from tfmx.export.pipeline import export_model
 from tfmx.export.progress import Silent
 from tfmx.export.recipe import Quant, parse_layout
 from tfmx.export.rounded import rounded_blocks
@@ -21,6 +22,7 @@ from tfmx.export.rounding import round_search
 from tfmx.export.smoothing import Smoothing, _add_squares, check_same, find_smoothing, recover_smoothing
 from tfmx.export.source import CheckpointSource
 from tfmx.export.stored import StoredMatrices
+from tfmx.export.verify import run_gate
 from tfmx.runtime.bundle import Bundle
 from tfmx.tfm_model.blocks import BlockFormat
 from tfmx.tfm_model.checkpoint import Checkpoint, GenerationDefaults, LazyTensor

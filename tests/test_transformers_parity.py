@@ -16,8 +16,9 @@ from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tfmx
+from tfmx.export.options import ExportOptions
 from tfmx.export.parity import FACTOR
-from tfmx.export.pipeline import ExportOptions, export
+from tfmx.export.pipeline import export
 from tfmx.runtime import Model
 from tfmx.runtime.engine import open_engine
 

@@ -343,7 +343,7 @@ def write_bundle(
         graphs[role] = GraphInfo(file=f"{role}.onnx", inputs=tuple(inputs), outputs=tuple(outputs))
     if select:
         from tfmx.export.choice_graphs import sample_graph, select_graph
-        from tfmx.export.pipeline import graph_info
+        from tfmx.export.manifest_writer import graph_info
 
         for role, graph in (("select", select_graph(VOCAB, 18)), ("sample", sample_graph(VOCAB, 18))):
             content = ir.to_proto(graph).SerializeToString(deterministic=True)

@@ -7,19 +7,17 @@ which torch.onnx makes what it has names for. Nothing here has a subgraph, a fil
 from __future__ import annotations
 
 from . import rules_elementwise as each
-from . import rules_fused as fused
 from . import rules_gather as gather
 from . import rules_reduction as reduction
 from . import rules_shape as shape
 from .contract import REQUIRED, Attribute, Contract, Rule, contract, number, one_of, whole, wholes
+from .contracts_fused import FUSED, MICROSOFT, SIDE
 
 _OWN = "torch.onnx writes it for a module of one's own"
-_SIDE = 2**20  # of an axis or a size in an attribute: none of ours comes near
 _AXIS = whole(-8, 7)
 _EPSILON = number(0, 1, 1e-5)
 _FLAG0, _FLAG1 = whole(0, 1, 0), whole(0, 1, 1)
 _BEFORE_18, _FROM_18 = range(17, 18), range(18, 25)
-_MICROSOFT = "com.microsoft."
 
 
 def _unary(names: str, types: str = "F", why: str = "") -> dict[str, list[Contract]]:
@@ -96,9 +94,9 @@ _ACTIVATION = (
                 why="torch.onnx writes it for a module of one's own at opset 20 and above",
             )
         ],
-        _MICROSOFT + "Gelu": [contract("x:F -> y:F", each.same)],
-        _MICROSOFT + "FastGelu": [contract("x:F -> y:F", each.same)],
-        _MICROSOFT + "QuickGelu": [contract("x:F -> y:F", each.same, {"alpha": number(-1e4, 1e4, 1.702)})],
+        MICROSOFT + "Gelu": [contract("x:F -> y:F", each.same)],
+        MICROSOFT + "FastGelu": [contract("x:F -> y:F", each.same)],
+        MICROSOFT + "QuickGelu": [contract("x:F -> y:F", each.same, {"alpha": number(-1e4, 1e4, 1.702)})],
     }
 )
 _COMPARISON = (
@@ -138,11 +136,11 @@ _MATRIX = {
             reduction.convolved,
             {
                 "auto_pad": one_of(b"NOTSET", default=b"NOTSET"),
-                "group": whole(1, _SIDE, 1),
-                "kernel_shape": wholes(1, _SIDE, None),
-                "strides": wholes(1, _SIDE, None),
-                "dilations": wholes(1, _SIDE, None),
-                "pads": wholes(0, _SIDE, None),
+                "group": whole(1, SIDE, 1),
+                "kernel_shape": wholes(1, SIDE, None),
+                "strides": wholes(1, SIDE, None),
+                "dilations": wholes(1, SIDE, None),
+                "pads": wholes(0, SIDE, None),
             },
             why=_OWN,
         )
@@ -161,70 +159,6 @@ _MATRIX = {
     ],
     "Softmax": [contract("x:F -> y:F", reduction.along_axis, {"axis": whole(-8, 7, -1)})],
     "LogSoftmax": [contract("x:F -> y:F", reduction.along_axis, {"axis": whole(-8, 7, -1)}, why=_OWN)],
-    _MICROSOFT + "MatMulNBits": [
-        contract(
-            "x:F codes!:uint8 scales!:F zeros?!:uint8 g_idx?!:int32 bias?!:F -> y:F",
-            fused.block_product,
-            {
-                "K": whole(1, _SIDE),
-                "N": whole(1, _SIDE),
-                "bits": one_of(4, 8),
-                "block_size": one_of(16, 32, 64, 128),
-                "accuracy_level": one_of(0, 1, 4, default=0),
-            },
-        )
-    ],
-    _MICROSOFT + "GatherBlockQuantized": [
-        contract(
-            "codes!:uint8 indices:int64 scales!:F zeros?!:uint8 -> y:F",
-            fused.block_rows,
-            {
-                "bits": one_of(4, 8),
-                "block_size": one_of(16, 32, 64, 128),
-                "gather_axis": whole(0, 0),
-                "quantize_axis": whole(1, 1),
-            },
-        )
-    ],
-    _MICROSOFT + "GroupQueryAttention": [
-        contract(
-            "query:F key?:F value?:F past_key:cache past_value:cache seqlens_k:int32 total_sequence_length:int32 "
-            "cos?!:F sin?!:F position_ids?:int64 attention_bias?:F head_sink?:F k_scale?!:float32 v_scale?!:float32 "
-            "-> y:F present_key:cache present_value:cache",
-            fused.cached_attention,
-            {
-                "num_heads": whole(1, 4096),
-                "kv_num_heads": whole(1, 4096),
-                "scale": number(1e-8, 1e4, None),
-                "do_rotary": _FLAG0,
-                "softcap": number(0, 1e4, 0.0),
-                "local_window_size": whole(1, 2**31 - 1, None),
-                "k_quant_type": one_of(b"PER_CHANNEL", default=None),
-                "v_quant_type": one_of(b"PER_CHANNEL", default=None),
-                "kv_cache_bit_width": whole(8, 8, None),
-            },
-        )
-    ],
-    "LSTM": [
-        contract(
-            "x:float32 W:float32 R:float32 B?:float32 sequence_lens?:int32 initial_h?:float32 initial_c?:float32 "
-            "-> y?:float32 y_h?:float32 y_c?:float32",
-            fused.recurrent,
-            {
-                "hidden_size": whole(1, _SIDE),
-                "activations": Attribute(
-                    tuple,
-                    "Sigmoid and twice Sigmoid or Tanh",
-                    lambda names: (
-                        len(names) == 3 and names[0] == "Sigmoid" and {*names} <= {"Sigmoid", "Tanh"}
-                    ),
-                    ("Sigmoid", "Tanh", "Tanh"),
-                ),
-                "direction": one_of(b"forward", default=b"forward"),
-                "layout": whole(0, 0, 0),
-            },
-        )
-    ],
 }
 _NORM = (
     _norm("LayerNormalization", "x:F scale:F bias?:F -> y:F", whole(1, 1, 1))
@@ -232,7 +166,7 @@ _NORM = (
     | _norm("SimplifiedLayerNormalization", "x:F scale:F -> y:F", whole(1, 1, 1))
     | _norm("RMSNormalization", "x:F scale:F -> y:F", whole(1, 1, 1), _OWN, range(23, 25))
     | {
-        _MICROSOFT + "SkipSimplifiedLayerNormalization": [
+        MICROSOFT + "SkipSimplifiedLayerNormalization": [
             contract(
                 "x:F skip:F scale:F -> y:F mean?:float32 deviation?:float32 sum?:F",
                 reduction.skip_norm,
@@ -343,7 +277,7 @@ _MOVEMENT = {
 }
 
 CONTRACTS: dict[str, list[Contract]] = (
-    _ARITHMETIC | _ACTIVATION | _COMPARISON | _MATRIX | _NORM | _REDUCTION | _SHAPE | _MOVEMENT
+    _ARITHMETIC | _ACTIVATION | _COMPARISON | _MATRIX | FUSED | _NORM | _REDUCTION | _SHAPE | _MOVEMENT
 )
 
 
