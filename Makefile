@@ -18,7 +18,7 @@ MYPY = ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.m
 
 section = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help demo test fuzz lint types bench peers clean
+.PHONY: help demo test fuzz lint types bench peers wheel clean
 
 help:
 	@echo 'make demo    export SmolLM2, verify it against PyTorch, and ask it: $(QUESTION)'
@@ -28,6 +28,7 @@ help:
 	@echo 'make types   mypy'
 	@echo 'make bench   every benchmarks/bench_*.py'
 	@echo 'make peers   benchmarks/peers: beside llama.cpp, onnxruntime-genai, OpenVINO, CTranslate2, ... (hours, 40 GB)'
+	@echo 'make wheel   dist/tfmx_onnx-VERSION-py3-none-any.whl, to install elsewhere'
 	@echo 'make clean   remove what these made, except .venv'
 
 demo: $(INSTALLED)
@@ -73,6 +74,13 @@ bench: $(INSTALLED)
 peers: $(INSTALLED)
 	@$(BIN)/python benchmarks/peers/run.py
 
+# build/ keeps what earlier builds left in it, which would go into the wheel.
+wheel: $(INSTALLED)
+	@rm -rf build
+	@said=$$($(BIN)/python -m build --wheel --no-isolation -o dist . 2>&1) || { echo "$$said"; exit 1; }
+	@rm -rf build
+	@ls dist/tfmx_onnx-*.whl
+
 clean:
 	rm -rf .demo .cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -81,6 +89,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tfmx needs Python 3.11 or newer; make PYTHON=python3.11 ...")'
 	$(call section,installing into .venv (once; a minute or two))
 	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip uninstall -qq -y tfmx  # as the distribution was once called
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]'
 	@touch $@

@@ -27,6 +27,11 @@ class InputError(TfmxError):
     """What the user gave (file, option, prompt) cannot be used."""
 
 
+def __dir__() -> list[str]:
+    """With `load`, so that help(tfmx) has it."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name == "load":  # late, so that `import tfmx` stays free of onnxruntime
         from .runtime import load

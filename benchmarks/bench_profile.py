@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="32,512,1024")
     parser.add_argument("--steps", type=int, default=64)
     options = parser.parse_args()
-    bundle = options.bundle or smollm2.bundle("int4", "--quant", "int4", "--requantise")
+    bundle = options.bundle or smollm2.bundle("int4", "--quant", "int4", "--quant-uniform", "--requantise")
     print("| run | ms in nodes | shares |\n|---|---|---|")
     for length in map(int, options.lengths.split(",")):
         prefill, step = profile(bundle, length, options.steps)

@@ -13,7 +13,7 @@ from .console import say, write, write_line
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from ..runtime.generate import Step
+    from ..runtime.generate import Step, TokenLogprob
     from ..runtime.model import Model
 
 
@@ -75,7 +75,7 @@ class Printer:
             "prompt_tokens": found.prompt_tokens,
             "cached_tokens": found.cached_tokens,
             "new_tokens": found.new_tokens,
-            "seed": last.seed,
+            "seed": last.seed if self.sampled else None,
             "device": self.device,
             "timings": {
                 "time_to_first_token": found.time_to_first_token,
@@ -104,8 +104,15 @@ def make_printer(model: Model, *, as_json: bool, quiet: bool, sampled: bool, spe
 
 
 def _logprobs(step: Step) -> dict[str, object]:
+    assert step.logprob is not None
+    return {**_logprob(step.logprob), "top": [_logprob(entry) for entry in step.top_logprobs]}
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, object]:
+    """A text alone would not tell parts of characters apart."""
     return {
-        "token_id": step.token_id,
-        "logprob": step.logprob,
-        "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in step.top_logprobs],
+        "token_id": entry.token_id,
+        "text": entry.text,
+        "bytes": None if entry.token_bytes is None else list(entry.token_bytes),
+        "logprob": entry.logprob,
     }

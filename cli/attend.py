@@ -7,7 +7,8 @@ import click
 from .. import InputError
 from .attention_map import AttentionMap
 from .attention_source import OF, Maps, apply_for_maps, find_layers
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
+from .choice import Choice
 from .console import say
 from .given import refuse_options
 from .model import open_model
@@ -25,7 +26,7 @@ class HeadError(InputError):
     """There is no such head."""
 
 
-@click.command(short_help="Draw attention weights as a picture or a page.")
+@click.command(short_help="Draw attention weights as a picture or a page.", epilog=EXIT_CODES)
 @click.argument("bundle")
 @click.argument("given", metavar="[INPUT]", required=False)
 @click.option(
@@ -41,7 +42,7 @@ class HeadError(InputError):
 )
 @click.option(
     "--of",
-    type=click.Choice(list(OF)),
+    type=Choice(list(OF)),
     help="Encoder-decoders: what the answer looks at in the source (cross) or in itself (self), or the source "
     "in itself (encoder).  [default: cross]",
 )

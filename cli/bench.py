@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
 from .console import percent, plural, say, size, write_line, write_table
 from .kind_words import describe_numbers
 from .output_file import check_place, write_whole
@@ -21,7 +21,7 @@ _CACHES = ("append", "capacity")  # growths of state: one dtype in a bundle
 _MOVED = 0.2  # of the bandwidth, between before and after: then something else ran here meanwhile
 
 
-@click.command(short_help="Measure a bundle's speed, start and memory.")
+@click.command(short_help="Measure a bundle's speed, start and memory.", epilog=EXIT_CODES)
 @click.argument("bundle")
 @click.option(
     "--lengths",
@@ -34,7 +34,7 @@ _MOVED = 0.2  # of the bandwidth, between before and after: then something else 
     "--repeats", type=int, default=5, show_default=True, metavar="N", help="How often; medians are shown."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything.")
-@click.option("--plot", metavar="FILE", help="Draw it as well, to a .png file (needs tfmx[images]).")
+@click.option("--plot", metavar="FILE", help="Draw it as well, to a .png file (needs the extra `images`).")
 @debug_option
 def command(
     bundle: str,

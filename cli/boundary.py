@@ -18,23 +18,31 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from .. import InputError, TfmxError
 from .console import say
 
+if TYPE_CHECKING:
+    from ..runtime.extras import Extra
+
 INTERRUPTED = 130  # 128 + SIGINT, what shells give
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 TERMINATED = 143  # 128 + SIGTERM
 
 # package: the extra that brings it
-_EXTRAS = {
+_EXTRAS: dict[str, Extra] = {
     **dict.fromkeys(("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"), "export"),
     "onnxruntime": "cpu",
     "PIL": "images",
 }
+# In the help of every command, and in README.
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage or unusable input, 130 interrupted, 141 nobody reads the output any "
+    "more, 143 terminated (SIGTERM)."
+)
 _NO_MEMORY = "there is not enough memory for this; see what `tfmx inspect` says that a run needs"
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -135,10 +143,15 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def _explain_foreign(error: BaseException) -> str:
+    from ..runtime.address_space import lacks_memory
+
     text = _one_line(str(error))
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return f"{error.name} is not installed, and this command needs it; `pip install 'tfmx[{_EXTRAS[error.name]}]'`"
-    if isinstance(error, MemoryError) or "allocate memory" in text:  # torch raises a RuntimeError
+        from ..runtime.extras import install_advice
+
+        advice = install_advice(_EXTRAS[error.name])
+        return f"{error.name} is not installed, and this command needs it; {advice}"
+    if lacks_memory(error):  # torch raises a RuntimeError, an import an ImportError
         return _NO_MEMORY
     if isinstance(error, OSError):
         reason = error.strerror or text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from .. import InputError, TfmxError
 from .answer import Answer, Printer
 from .console import say, write_line
+from .output_file import write_whole
 from .prompt import PromptSourceError, read_stdin_line, stdin_is_terminal
 
 if TYPE_CHECKING:
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 HELP = """\
 /reset      forget the conversation
-/save FILE  write the conversation as JSON
+/save FILE  write the conversation as JSON, to a new file
+/save! FILE the same, also over a file that is there
 /quit       end, as Ctrl-D does
 /help       this
 Ctrl-C stops an answer. A line that begins with a space is never a command."""
@@ -36,7 +39,6 @@ class Conversation:
         self._model, self._sampling, self._printer = model, sampling, printer
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self._start)
-        self._saved: set[Path] = set()
 
     def answer(self, text: str) -> None:
         """One turn. A turn that fails is forgotten; of one that is interrupted, what was said is kept."""
@@ -85,26 +87,22 @@ class Conversation:
         elif command == "/reset":
             self.messages = list(self._start)
             say("the conversation is forgotten")
-        elif command == "/save":
-            self._save(argument.strip())
+        elif command in {"/save", "/save!"}:
+            self._save(argument.strip(), overwrite=command == "/save!")
         else:
             raise ChatError(f"there is no command {command}; /help lists them")
         return True
 
-    def _save(self, name: str) -> None:
+    def _save(self, name: str, *, overwrite: bool) -> None:
         if not name:
             raise ChatError("/save needs a file name")
         path = Path(name).expanduser()
+        if os.path.lexists(path) and not path.is_file():
+            raise ChatError(f"{path} is no file that can be replaced; choose another name")
+        if os.path.lexists(path) and not overwrite:
+            raise ChatError(f"{path} exists; `/save! {name}` overwrites it")
         content = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
-        try:
-            # only what this conversation has written itself may be overwritten
-            with path.open("w" if path in self._saved else "x", encoding="utf-8") as file:
-                file.write(content)
-        except FileExistsError as error:
-            raise ChatError(f"{path} exists; choose another name") from error
-        except OSError as error:
-            raise ChatError(f"{path} cannot be written: {error.strerror}") from error
-        self._saved.add(path)
+        write_whole(path, lambda file: file.write(content.encode()))
         say(f"saved to {path}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from .. import TfmxError, __version__
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
 from .console import size, write_line, write_table
 from .progress import Bars
 
@@ -25,7 +25,7 @@ _FLAGS = (
 )  # fmt: skip
 
 
-@click.command(short_help="Show versions, devices and this machine.")
+@click.command(short_help="Show versions, devices and this machine.", epilog=EXIT_CODES)
 @debug_option
 def command() -> None:
     """Show what is installed, whether CUDA can be used and why not, and the machine."""
@@ -59,7 +59,9 @@ def _version(name: str) -> str | None:
 def _export_rows() -> list[tuple[str, str]]:
     rows = _versions(_EXPORT)
     if any(_version(name) is None for name in _EXPORT):
-        rows.append(("missing", "`pip install 'tfmx[export]'` brings what `tfmx export` needs"))
+        from ..runtime.extras import install_advice
+
+        rows.append(("missing", f"what `tfmx export` needs; it comes with {install_advice('export')}"))
     return rows
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
-from .boundary import INTERRUPTED, debug_option, run_guarded, terminate
+from .boundary import EXIT_CODES, INTERRUPTED, debug_option, run_guarded, terminate
 
 COMMANDS = (
     "export",
@@ -34,12 +34,23 @@ class LazyGroup(click.Group):
         command: click.Command = importlib.import_module(f".{cmd_name}", __package__).command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            from ..tfm_model.checks import did_you_mean
+
+            near = did_you_mean(name, COMMANDS)
+            raise click.UsageError(f"No such command {name!r}{near}; there are {', '.join(COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
 
 @click.group(
     cls=LazyGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage or unusable input, 130 interrupted by Ctrl-C.",
+    epilog=EXIT_CODES,
 )
 @click.version_option(__version__, message="tfmx %(version)s", help="Show the version and exit.")
 @debug_option
@@ -51,8 +62,17 @@ def group(ctx: click.Context) -> None:
         ctx.exit(2)
 
 
+def _spare_threads() -> None:
+    """Under `ulimit -v` numpy's OpenBLAS, which we hardly use, may get no memory for its threads, and complains for each."""
+    from ..runtime.address_space import free_address_space
+
+    if free_address_space() is not None:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def main() -> NoReturn:
     signal.signal(signal.SIGTERM, terminate)
+    _spare_threads()
     code = run_guarded(group, sys.argv[1:])
     if code == INTERRUPTED:
         os._exit(

@@ -9,33 +9,41 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
+from .choice import Choice
 from .console import plural, size, write_line, write_table
-from .kind_words import describe_length, describe_matrices, describe_numbers
+from .kind_words import describe_length, describe_numbers
 from .number_list import parse_numbers
 from .progress import Bars
-from .quantisation import Quantisation, check_quantisation, quant_options, read_quant
+from .quantisation import (
+    Quantisation,
+    check_quantisation,
+    quant_options,
+    read_quant,
+    report_cost,
+    report_matrices,
+)
 
 if TYPE_CHECKING:
     from ..export.parity import Parity
     from ..runtime.bundle import Bundle
 
 
-@click.command(short_help="Turn a checkpoint into a verified bundle.")
+@click.command(short_help="Turn a checkpoint into a verified bundle.", epilog=EXIT_CODES)
 @click.argument("source")
 @click.option(
     "-o", "--out", metavar="OUT", required=True, help="The folder to write; a bundle there is replaced."
 )
 @click.option(
     "--target",
-    type=click.Choice(["ort", "portable"]),
+    type=Choice(["ort", "portable"]),
     default="ort",
     show_default=True,
     help="ort: fused operators of ONNX Runtime, fastest. portable: standard operators only, for other runtimes.",
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "fp16"]),
+    type=Choice(["fp32", "fp16"]),
     default="fp32",
     show_default=True,
     help="The precision of weights, cache and arithmetic.",
@@ -58,6 +66,7 @@ if TYPE_CHECKING:
 @click.option(
     "--no-verify", is_flag=True, help="Skip the comparison with PyTorch; the bundle then carries no proof."
 )
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @debug_option
 def command(
     source: str,
@@ -68,6 +77,7 @@ def command(
     max_context: int | None,
     attentions: str | None,
     no_verify: bool,
+    quiet: bool,
     **quantisation: Unpack[Quantisation],
 ) -> None:
     """Turn a checkpoint into a bundle: ONNX graphs, weights, tokenizer.
@@ -79,9 +89,12 @@ def command(
     """
     layers = () if attentions is None else parse_numbers(attentions, "--attentions")
     check_quantisation(quantisation, target, dtype)
-    _check_early(opset, Path(out), quantisation["calibrate"])
+    _check_places(Path(out), quantisation["calibrate"])
+    _check_source(
+        source, target, opset, max_context, "all" if layers is None else tuple(layers), quantisation
+    )
     started = time.perf_counter()
-    with Bars() as progress:
+    with Bars(lines=True, quiet=quiet) as progress:
         progress.stage("loading PyTorch", 1)
         from ..export.pipeline import DEFAULT_OPSET, ExportOptions, export
         from ..runtime.bundle import Bundle
@@ -98,23 +111,51 @@ def command(
         )
         parity = export(source, Path(out), options, progress)
     seconds = time.perf_counter() - started
-    _report(Bundle.open(out, check=False), parity, source, seconds)
+    if not quiet:
+        _report(Bundle.open(out, check=False), parity, source, seconds, quantisation)
 
 
-def _check_early(opset: int | None, out: Path, text: Path | None) -> None:
-    """Seconds before they are used: PyTorch is not loaded yet."""
+def _check_places(out: Path, text: Path | None) -> None:
+    """Minutes before they are used."""
     from ..export.publish import check_target
     from ..export.quality_windows import read_text
-    from ..runtime.ops import check_opset
 
-    if opset is not None:
-        check_opset(opset)
     check_target(out)
     if text is not None and (text.is_file() or text.is_dir() or not text.exists()):  # a pipe is read once
         read_text(str(text))
 
 
-def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) -> None:
+def _check_source(
+    source: str,
+    target: Literal["ort", "portable"],
+    opset: int | None,
+    max_context: int | None,
+    attentions: tuple[int, ...] | Literal["all"],
+    quantisation: Quantisation,
+) -> None:
+    """Whatever can be known without PyTorch, which takes seconds to load."""
+    from ..export.fitting import check_max_context, check_recipe
+    from ..export.source_check import check_source
+    from ..runtime.ops import check_opset
+
+    if opset is not None:
+        check_opset(opset)
+    if max_context is not None:
+        check_max_context(max_context)
+    config = check_source(source, max_context, attentions)
+    if config is not None:
+        check_recipe(
+            config,
+            target,
+            kv_int8=quantisation["kv"] == "int8",
+            calibrates=quantisation["calibrate"] is not None,
+            requantises=quantisation["requantise"],
+        )
+
+
+def _report(
+    bundle: Bundle, parity: Parity | None, source: str, seconds: float, quantisation: Quantisation
+) -> None:
     manifest = bundle.manifest
     write_line(
         f"{bundle.path}: {manifest.target}, {describe_numbers(manifest)}, opset {manifest.opset}, "
@@ -128,12 +169,16 @@ def _report(bundle: Bundle, parity: Parity | None, source: str, seconds: float) 
     rows.append(("total", size(sum(info.size for info in manifest.files.values())), ""))
     write_table(rows, align="<>>")
     if manifest.quant is not None:
-        write_line(f"matrices: {describe_matrices(manifest.quant)}")
+        report_matrices(manifest.quant, quantisation)
+        if plain := manifest.model.get("plain_matrices"):
+            write_line(f"  as they are: {', '.join(map(str, plain))}")
     if parity is None:
         write_line("not verified (--no-verify); this compares it with PyTorch:")
         write_line(f"  tfmx verify {shlex.quote(str(bundle.path))} --against {shlex.quote(source)}")
     else:
         _report_parity(parity)
+        if manifest.quant is not None:
+            report_cost(manifest)
 
 
 def _report_parity(parity: Parity) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
 from .console import plural, size, write_line, write_table
 from .kind_words import (
     describe_inputs,
@@ -34,7 +34,7 @@ _GROWTHS = {
 _ROLES = ("encode", "prefill", "decode", "select", "sample")  # in the order of a run
 
 
-@click.command(short_help="Show what a bundle holds and needs.")
+@click.command(short_help="Show what a bundle holds and needs.", epilog=EXIT_CODES)
 @click.argument("bundle")
 @debug_option
 def command(bundle: str) -> None:

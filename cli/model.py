@@ -12,11 +12,17 @@ if TYPE_CHECKING:
     from ..runtime.model import Model
 
 DeviceName = Literal["cpu", "cuda", "auto"]
+_IMPORTS = (
+    112 << 20
+)  # bytes of address space: numpy and tokenizers; with less numpy ends the process in its own words
 
 
 def open_model(bundle: str, device: DeviceName, threads: int | None, *, check: bool) -> Model:
     with Bars() as progress:
         progress.stage(f"loading {bundle}", 1)
+        from ..runtime.address_space import require_address_space
+
+        require_address_space(_IMPORTS, "running a model")
         from ..runtime.loading import load
 
         model = load(bundle, device=device, threads=threads, check=check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,9 @@ def check_place(name: str, suffixes: tuple[str, ...], option: str = "--out") -> 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write beside the path, then rename: whoever looks sees the old file or the whole new one."""
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    hidden = path.with_name(
+        f".tfmx-{secrets.token_hex(8)}"
+    )  # no longer than a name may be, whatever path's is
     try:
         with hidden.open("xb") as file:
             write(file)
@@ -42,4 +45,5 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except OSError as error:
         raise OutputFileError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        hidden.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it was moved, or could not be made: the error above says why
+            hidden.unlink()

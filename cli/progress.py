@@ -1,11 +1,14 @@
-"""Progress bars on stderr, for what takes longer than a moment, and only where that is a terminal."""
+"""What long work is doing, on stderr: bars at a terminal, elsewhere (a pipe, a log) a plain line for each stage."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+from .console import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -16,13 +19,15 @@ _MOMENT = 0.5  # seconds; what is done sooner draws nothing
 class Bars:
     """The exporter's `Progress` (export/progress.py), drawn. They vanish at the end: the result says the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lines: bool = False, quiet: bool = False) -> None:
+        """`lines`: where stderr is no terminal, tell each stage when it begins; for what takes minutes."""
+        self._quiet, self._lines = quiet, lines and not _at_terminal()
         self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Self:
-        if sys.stderr is not None and sys.stderr.isatty():
+        if _at_terminal() and not self._quiet:
             self._bars = _make_bars()
             self._timer = threading.Timer(_MOMENT, self._bars.start)
             self._timer.daemon = True
@@ -39,6 +44,8 @@ class Bars:
             self._bars.stop()
 
     def stage(self, title: str, total: int) -> None:
+        if self._lines and not self._quiet:
+            say(title)
         if self._bars is not None:
             self._finish()
             # One unit has no parts to count: the bar swings to and fro until it is done.
@@ -52,6 +59,11 @@ class Bars:
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, total=1, completed=1)
             self._task = None
+
+
+def _at_terminal() -> bool:
+    """One that can move its cursor, which bars need (TERM=dumb is an editor's, or a log's)."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _make_bars() -> Progress:

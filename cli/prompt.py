@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import BinaryIO
 
 import click
@@ -10,6 +11,9 @@ import click
 from .. import InputError
 
 LIMIT = 64 << 20  # bytes; a million tokens of text are about 4 MB
+
+# How PNG, JPEG, GIF and TIFF begin; WebP has its length before its name.
+_IMAGES = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
 
 Prompt = str | list[int]  # as runtime/model.py has it
 
@@ -30,7 +34,8 @@ def read_prompt(argument: str | None, file: str | None, ids: str | None) -> Prom
     if file is not None:
         return _not_empty(_read_file(file), file)
     if argument is not None and argument != "-":
-        return _not_empty(_checked(argument), "INPUT")
+        _refuse_image(_checked(argument))
+        return _not_empty(argument, "INPUT")
     if argument == "-" or not stdin_is_terminal():
         return _not_empty(read_stdin(), "standard input")
     return None
@@ -86,6 +91,26 @@ def _decode(content: bytes, name: str) -> str:
         return content.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise PromptSourceError(f"{name} is not UTF-8 text (byte {error.start})") from error
+
+
+def _refuse_image(argument: str) -> None:
+    """Who names a picture means the picture, and the model would go on from its file name."""
+    if _is_image(Path(argument)):
+        raise PromptSourceError(
+            f"{argument} is an image file, and this bundle takes text; if you mean these very words, give them on "
+            "standard input (a file of text goes with --file)"
+        )
+
+
+def _is_image(path: Path) -> bool:
+    try:
+        if not path.is_file():  # a pipe would wait
+            return False
+        with path.open("rb") as file:
+            start = file.read(12)
+    except (OSError, ValueError):  # too long for a name, or with a NUL: words
+        return False
+    return start.startswith(_IMAGES) or (start[:4] == b"RIFF" and start[8:] == b"WEBP")
 
 
 def _checked(text: str) -> str:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import click
 
+from .choice import Choice
+from .console import write_line
 from .given import refuse_options
+from .kind_words import describe_matrices
 
 if TYPE_CHECKING:
     from ..export.recipe import Quant
+    from ..runtime.manifest import Manifest, QuantInfo
 
 _COMPANIONS = ("quant_block", "quant_zero_points", "quant_round", "quant_mixed", "quant_skip", "requantise", "quant_activations", "calibrate")  # fmt: skip
 
@@ -21,9 +25,9 @@ class Quantisation(TypedDict):
     quant_block: str
     quant_zero_points: bool
     quant_round: Literal["smooth", "search", "nearest"]
-    quant_mixed: bool
+    quant_mixed: bool | None
     quant_skip: tuple[str, ...]
-    quant_activations: Literal["int8", "float"]
+    quant_activations: Literal["mixed", "int8", "float"]
     requantise: bool
     calibrate: Path | None
     kv: Literal["fp32", "fp16", "int8"] | None
@@ -33,12 +37,12 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
     options: list[Any] = [
         click.option(
             "--quant",
-            type=click.Choice(["int8", "int4"]),
+            type=Choice(["int8", "int4"]),
             help="Store matrices as whole numbers of 8 or 4 bits, in blocks.  [default: not]",
         ),
         click.option(
             "--quant-block",
-            type=click.Choice(["16", "32", "64", "128"]),
+            type=Choice(["16", "32", "64", "128"]),
             default="32",
             show_default=True,
             help="Weights that share a scale.",
@@ -50,7 +54,7 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--quant-round",
-            type=click.Choice(["smooth", "search", "nearest"]),
+            type=Choice(["smooth", "search", "nearest"]),
             default="smooth",
             show_default=True,
             help="nearest: a block's scale spans it. search: the scale that loses least. smooth: search, weighted "
@@ -64,7 +68,10 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Round for what the model computes on this text (smooth, then GPTQ), a few thousand words.  [default: no text]",
         ),
         click.option(
-            "--quant-mixed", is_flag=True, help="Embedding, head, first and last layer keep 8 bits."
+            "--quant-mixed/--quant-uniform",
+            default=None,
+            help="With int4, embedding, head, first and last layer, and the projections out of the MLPs keep 8 bits; or all "
+            "matrices have 4.  [default: mixed, but for models of which that leaves nothing at 4]",
         ),
         click.option(
             "--quant-skip",
@@ -74,10 +81,12 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--quant-activations",
-            type=click.Choice(["int8", "float"]),
-            default="int8",
+            type=Choice(["mixed", "int8", "float"]),
+            default="mixed",
             show_default=True,
-            help="int8: products with quantised matrices round their inputs too, which is what makes them fast.",
+            help="int8: products with quantised matrices round their inputs too, which is what makes them fast. mixed: "
+            "in two steps, nearly as exact as float, where most would be lost (int8 and kept blocks: head, down; some more "
+            "where blocks are kept).",
         ),
         click.option(
             "--requantise",
@@ -86,7 +95,7 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--kv",
-            type=click.Choice(["fp32", "fp16", "int8"]),
+            type=Choice(["fp32", "fp16", "int8"]),
             help="Numbers of the cache of keys and values.  [default: those of --dtype]",
         ),
     ]
@@ -101,7 +110,7 @@ def check_quantisation(given: Quantisation, target: str, dtype: str) -> None:
         refuse_options(_COMPANIONS, "goes with --quant; add --quant int8 or --quant int4")
     if given["quant"] == "int8":
         refuse_options(
-            ("quant_mixed",), "keeps some matrices at 8 bits; with --quant int8 all are, leave it out"
+            ("quant_mixed",), "chooses between 4 and 8 bits; with --quant int8 all have 8, leave it out"
         )
     if target == "portable":
         refuse_options(("quant_activations",), "is for --target ort; portable graphs round no activations")
@@ -133,4 +142,36 @@ def read_quant(given: Quantisation) -> Quant | None:
         again=given["requantise"],
         calibrate=given["calibrate"],
         activations=given["quant_activations"],
+    )
+
+
+def report_matrices(quant: QuantInfo, given: Quantisation) -> None:
+    write_line(f"matrices: {describe_matrices(quant)}")
+    odd = _odd_rows(quant, given)
+    if odd:
+        write_line(f"  rows that blocks of {given['quant_block']} do not divide: {', '.join(odd)}")
+
+
+def _odd_rows(quant: QuantInfo, given: Quantisation) -> list[str]:
+    """Which matrices got smaller blocks, or none, and were not left out on purpose."""
+    from ..export.recipe import general_name, is_left_out
+
+    found: dict[str, None] = {}
+    for name, form in quant.matrices.items():
+        if form == "float" and not is_left_out(name, given["quant_skip"]):
+            found[f"{general_name(name)} stays float"] = None
+        elif form != "float" and int(form.split("-")[1]) < int(given["quant_block"]):
+            found[f"{general_name(name)} has blocks of {form.split('-')[1]}"] = None
+    return list(found)
+
+
+def report_cost(manifest: Manifest) -> None:
+    """One line: what a little text says that quantisation cost."""
+    cost = manifest.quality
+    if cost is None:
+        write_line("quantisation cost: not measured, this bundle continues no text that tfmx could give it")
+        return
+    write_line(
+        f"quantisation cost on {cost['tokens']} tokens of text: divergence {cost['kl_mean']['value']:.2g}, "
+        f"top-1 {cost['top_1']['value']:.1%} (tfmx verify --against SOURCE --quality measures it thoroughly)"
     )

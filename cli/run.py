@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .answer import Answer, make_printer
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
+from .choice import Choice
 from .given import refuse_options
 from .model import DeviceName, open_model
 from .model_input import read_input
@@ -29,7 +30,7 @@ _GIVES = {
 }
 
 
-@click.command(short_help="Generate text, chat, or apply a bundle to an input.")
+@click.command(short_help="Generate text, chat, or apply a bundle to an input.", epilog=EXIT_CODES)
 @click.argument("bundle")
 @click.argument("given", metavar="[INPUT]", required=False)
 @click.option("--file", metavar="FILE", help="Take the input from a file.")
@@ -62,7 +63,7 @@ _GIVES = {
 )
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda", "auto"]),
+    type=Choice(["cpu", "cuda", "auto"]),
     default="cpu",
     show_default=True,
     help="Where to run; auto takes CUDA where it works and says on stderr what it took.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from ..runtime.sampling import SamplingOptions
-
-# Without a temperature the likeliest token is taken, and these would change nothing.
-_NEED_TEMPERATURE = ("top_k", "top_p", "min_p")
+    from ..runtime.sampling_options import SamplingOptions
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -57,7 +55,7 @@ _OPTIONS = (
     _Option("--presence-penalty", "presence_penalty", float, "X", "Taken off the logit of each token that the answer has.  [default: 0]"),
     _Option("--frequency-penalty", "frequency_penalty", float, "X", "The same, as many times as it has it.  [default: 0]"),
     _Option("--logit-bias", "logit_bias", _parse_bias, "ID=VALUE", "Add VALUE to the logit of token ID; -inf bans it. Repeatable.", multiple=True),
-    _Option("--seed", "seed", int, "N", "The same seed gives the same tokens.  [default: a new one, told on stderr]"),
+    _Option("--seed", "seed", int, "N", "With --temperature: the same seed gives the same tokens.  [default: a new one, told on stderr]"),
     _Option("--logprobs", "logprobs", int, "N", "With --json: each token's log-probability, and those of the N likeliest."),
     _Option("--stop", "stop", str, "TEXT", "End before this text. Repeatable.", multiple=True),
     _Option("--stop-id", "stop_token_ids", int, "ID", "End at this token, as at the model's own end tokens. Repeatable.", multiple=True),
@@ -81,13 +79,15 @@ def sampling_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_sampling(values: dict[str, Any]) -> SamplingOptions:
-    from ..runtime.sampling import SamplingError, SamplingOptions
+    from ..runtime.sampling_options import DRAWING, SamplingError, SamplingOptions
 
     given = {field: value for field, value in values.items() if value not in (None, ())}
     if not given.get("temperature"):
-        for field in _NEED_TEMPERATURE:
+        for field in DRAWING:
             if field in given:
-                raise click.UsageError(f"{_NAMES[field]} does nothing without --temperature above 0")
+                raise click.UsageError(
+                    f"{_NAMES[field]} does nothing without --temperature above 0, which makes it draw tokens"
+                )
     if "logit_bias" in given:
         pairs = given["logit_bias"]
         given["logit_bias"] = dict(pairs)
@@ -96,5 +96,6 @@ def make_sampling(values: dict[str, Any]) -> SamplingOptions:
     try:
         return SamplingOptions(**given)
     except SamplingError as error:
-        field, _, rest = str(error).partition(" ")  # "top_p is 2.0; it must be ..."
-        raise SamplingError(f"{_NAMES.get(field, field)} {rest}") from error
+        # "top_p is 2.0; it must be ...", "logit_bias[5] is 1e+39; ..."
+        line = re.sub(r"^\w+", lambda match: _NAMES.get(match[0], match[0]), str(error))
+        raise SamplingError(line) from error

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from .. import InputError, TfmxError
-from .boundary import debug_option
+from .boundary import EXIT_CODES, debug_option
+from .choice import Choice
 from .console import plural, say, size, write_line, write_table
 from .progress import Bars
 from .quality_table import write_quality
@@ -26,12 +27,12 @@ class VerifyError(TfmxError):
     """The bundle does not compute what it should."""
 
 
-@click.command(short_help="Check a bundle's files and what it computes.")
+@click.command(short_help="Check a bundle's files and what it computes.", epilog=EXIT_CODES)
 @click.argument("bundle", required=False, metavar="BUNDLE")
 @click.option(
     "--against",
     metavar="SOURCE",
-    help="What the bundle was exported from: repeat the whole comparison with PyTorch (needs tfmx[export]).",
+    help="What the bundle was exported from: repeat the whole comparison with PyTorch (needs the extra `export`).",
 )
 @click.option(
     "--quality",
@@ -43,14 +44,21 @@ class VerifyError(TfmxError):
 )
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda", "auto"]),
+    type=Choice(["cpu", "cuda", "auto"]),
     default="cpu",
     show_default=True,
     help="Where to replay the stored cases.",
 )
+@click.option(
+    "-q", "--quiet", is_flag=True, help="No stages or notes on stderr, but for what --device auto took."
+)
 @debug_option
 def command(
-    bundle: str | None, against: str | None, quality: str | None, device: Literal["cpu", "cuda", "auto"]
+    bundle: str | None,
+    against: str | None,
+    quality: str | None,
+    device: Literal["cpu", "cuda", "auto"],
+    quiet: bool,
 ) -> None:
     """Check every file of BUNDLE against its sha256, then what its graphs compute.
 
@@ -64,12 +72,18 @@ def command(
         raise click.UsageError("--against compares on the CPU; leave --device out")
     if quality is not None and against is None:
         raise click.UsageError("--quality compares with the source; add --against SOURCE")
-    with Bars() as progress:
+    if against is not None:
+        from ..export.source_check import check_source
+
+        check_source(against, None, ())  # before seconds go into loading PyTorch
+    with Bars(lines=True, quiet=quiet) as progress:
         progress.stage("checking the files", 1)
         from ..runtime.bundle import Bundle
 
         found = Bundle.open(bundle)
         files = found.manifest.files.values()
+        if found.unlisted and not quiet:
+            say(f"note: beside the bundle's files, and read by nothing: {', '.join(found.unlisted)}")
         windows = None
         if quality is not None:
             _check_recordable(found)  # before minutes go into what could not be kept
@@ -87,7 +101,7 @@ def command(
     else:
         _report_comparison(cases)
         if windows is not None:
-            _record(found, measured)
+            _record(found, measured, quiet=quiet)
 
 
 def _replay(bundle: Bundle, device: Literal["cpu", "cuda", "auto"], progress: Bars) -> list[CaseResult]:
@@ -167,12 +181,13 @@ def _measure(bundle: Bundle, source: str, windows: Windows, progress: Bars) -> Q
     return quality_against(bundle, source, windows, progress)
 
 
-def _record(bundle: Bundle, quality: Quality) -> None:
+def _record(bundle: Bundle, quality: Quality, *, quiet: bool) -> None:
     from ..export.quality import record_quality
 
     write_quality(quality.certificate())
     record_quality(bundle, quality)
-    say(f"recorded in {bundle.path / 'manifest.json'}")
+    if not quiet:
+        say(f"recorded in {bundle.path / 'manifest.json'}")
 
 
 def _verdict(passed: bool) -> str:

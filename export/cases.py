@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .signature import Elements, Signature
+from ..tfm_model.declarations import Elements
+from .signature import Signature
 from .stitch import GraphKind
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
@@ -30,7 +31,9 @@ class Run:
 
     graph: GraphKind
     inputs: Array  # ids (B, T), vectors (B, T, F) or images (B, C, H, W)
-    attention_mask: Ids | None  # (B, P+T); None for images
+    attention_mask: (
+        Ids | None
+    )  # (B, P+T); None where the inputs have none: images, modules that cannot see pads
     position_ids: Ids | None = None  # (B, T); None where the graph finds them itself
     keep: int = 0  # num_logits_to_keep
 
@@ -67,7 +70,7 @@ def parity_cases(signature: Signature, longest: int, *, is_recurrent: bool = Fal
     `is_recurrent`: a prefill computes all steps at once, by spans, so that a long one is another path.
     """
     if signature.kind == "encoder":
-        return _encoder_cases(signature.inputs)
+        return _encoder_cases(signature.inputs, has_mask=signature.has_mask)
     make, context = _Maker(signature), signature.steps.length
     steps = DECODE_STEPS
     long = [make("long ragged prefill", [LONG, LONG // 2], decode=1)] if is_recurrent else []
@@ -108,26 +111,28 @@ def warm_up_case(signature: Signature) -> Case:
     return _Maker(signature)("warm-up", [64] * 3)
 
 
-def _encoder_cases(elements: Elements) -> list[Case]:
-    draw = _Draw(elements)
+def _encoder_cases(elements: Elements, *, has_mask: bool) -> list[Case]:
+    draw = Draw(elements, has_mask=has_mask)
+    longest = min(elements.length, MOST_COLUMNS)
+    ragged: list[tuple[str, Sequence[int], Padding]] = [
+        ("ragged batch, padded left", [3, 11, 7], "left"),
+        ("ragged batch, padded right", [3, 11, 7], "right"),
+        ("very ragged batch", [1, 29, 2, 16], "right"),
+    ]
+    shapes: list[tuple[str, Sequence[int], Padding]] = [
+        ("one element", [1], "left"),
+        ("two elements", [2] * 4, "left"),
+        ("longer than traced", [37] * 4, "left"),
+        (f"{longest} of {elements.length} positions", [longest], "left"),
+        *(ragged if has_mask else []),
+        ("golden: one input", [12], "left"),
+        ("golden: ragged batch", [10, 4], "left") if has_mask else ("golden: batch", [7, 7], "left"),
+    ]
     if elements.kind == "images":
-        shapes: list[tuple[str, Sequence[int], Padding]] = [
+        shapes = [
             ("one image", [0], "left"),
             ("three images", [0] * 3, "left"),
             ("golden: two images", [0] * 2, "left"),
-        ]
-    else:
-        longest = min(elements.length, MOST_COLUMNS)
-        shapes = [
-            ("one element", [1], "left"),
-            ("two elements", [2] * 4, "left"),
-            ("longer than traced", [37] * 4, "left"),
-            (f"{longest} of {elements.length} positions", [longest], "left"),
-            ("ragged batch, padded left", [3, 11, 7], "left"),
-            ("ragged batch, padded right", [3, 11, 7], "right"),
-            ("very ragged batch", [1, 29, 2, 16], "right"),
-            ("golden: one input", [12], "left"),
-            ("golden: ragged batch", [10, 4], "left"),
         ]
     return [
         Case(
@@ -140,12 +145,12 @@ def _encoder_cases(elements: Elements) -> list[Case]:
     ]
 
 
-class _Draw:
+class Draw:
     """Random elements; vectors are numbers that half precision holds exactly, so that all see the same."""
 
-    def __init__(self, elements: Elements) -> None:
+    def __init__(self, elements: Elements, *, has_mask: bool = True) -> None:
         self.random = np.random.default_rng(20240229)
-        self.elements = elements
+        self.elements, self.has_mask = elements, has_mask
 
     def __call__(self, B: int, T: int) -> Array:
         if self.elements.kind == "tokens":
@@ -159,13 +164,14 @@ class _Draw:
         if self.elements.kind == "images":
             return Run("encode", self(len(rows), 0), None)
         rows = [min(row, self.elements.length) for row in rows]
-        return Run("encode", self(len(rows), max(rows)), _padded(rows, max(rows), padding))
+        mask = _padded(rows, max(rows), padding) if self.has_mask else None
+        return Run("encode", self(len(rows), max(rows)), mask)
 
 
 class _Maker:
     def __init__(self, signature: Signature) -> None:
-        self.draw = _Draw(signature.steps)
-        self.source = _Draw(signature.inputs) if signature.kind == "encoder-decoder" else None
+        self.draw = Draw(signature.steps)
+        self.source = Draw(signature.inputs) if signature.kind == "encoder-decoder" else None
         self.context = signature.steps.length
 
     def __call__(

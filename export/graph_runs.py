@@ -13,7 +13,7 @@ from ..runtime.devices import fastest_attention, import_onnxruntime
 from ..tfm_model.state import StateTensor
 from .cases import Case, Run
 from .parity_error import ParityError
-from .reference import Array, CaseOutputs, Pasts, Reference, by_element, real
+from .reference import Array, CaseOutputs, Pasts, Reference, by_element, encoded_elements, real
 from .rounded import INT8_TOP
 from .signature import Signature
 from .stitch import GRAPHS_OF_KIND, GraphKind
@@ -69,7 +69,7 @@ class Graphs:
                 known = [spec for spec in reference.spec if spec.growth == "fixed"]
                 fixed = {spec.past: rest[spec.present] for spec in known}
                 fixed["encoder_attention_mask"] = run.attention_mask  # type: ignore[assignment]
-                extra = [by_element(rest[spec.present], run) for spec in known]
+                extra = [encoded_elements(rest[spec.present], spec, run) for spec in known]
                 names = self.signature.encoder_map_names
             else:
                 state = [rest[spec.present] for spec in moving]
@@ -133,7 +133,8 @@ class Graphs:
 
     def _main_shape(self, run: Run) -> tuple[int | None, ...]:
         answer, B = self.signature.outputs, len(run.inputs)
-        T = self.signature.inputs.length if run.attention_mask is None else run.length
+        is_image = run.graph == "encode" and self.signature.inputs.kind == "images"
+        T = self.signature.inputs.length if is_image else run.length
         if self._is_source(run):
             return B, T, self.signature.encoded_width
         if answer.pooled:

@@ -11,7 +11,7 @@ from ..tfm_model.config import ModelConfig
 from ..tfm_model.layers import Reads
 from ..tfm_model.transformer import Block, Transformer
 from .arithmetic import EXACT
-from .reference import DecoderReference
+from .decoder_reference import DecoderReference
 
 Ranges = tuple[Tensor, Tensor]  # the largest magnitudes of keys (turned) and values, (H_kv, D) each
 

@@ -36,6 +36,9 @@ Part = tuple[ir.DataType, tuple[int, ...]]
 class BlockLayout:
     format: BlockFormat
     shifted: bool = False  # a number is added to the weights of each block
+    fine: bool = (
+        False  # where inputs are rounded to int8: in two steps, the second of what the first has lost
+    )
 
     def parts(self, target: Target, shape: tuple[int, int], dtype: ir.DataType) -> dict[str, Part]:
         """The tensors of a matrix (out, in)."""

@@ -20,10 +20,12 @@ from .layout import CODES, SCALES, SHIFTS, TABLE, ZEROS, BlockLayout
 from .lower_attention import AttentionNode, Heads
 from .lower_basic import FLOAT, dims
 from .lower_portable import PortableLowering
+from .rounded import INT8_TOP
 
 INT32 = ir.DataType.INT32
 MICROSOFT = "com.microsoft"
 CACHE_SCALES = ("attention.key_scales", "attention.value_scales")
+LEAST_STEP = {ir.DataType.FLOAT: 1e-30, ir.DataType.FLOAT16: 1e-7}
 _ACCURACY_LEVELS: dict[Activations, int] = {"float": 1, "int8": 4}
 
 
@@ -50,8 +52,31 @@ class FusedLowering(PortableLowering):
     def block_linear(
         self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, layout: BlockLayout
     ) -> ir.Value:
-        b, parts, (rows, columns) = self.b, self.block_parts(weight, layout), dims(weight)
-        y = b.op(
+        b, parts, columns = self.b, self.block_parts(weight, layout), dims(weight)[1]
+        if layout.fine:
+            two = self._in_two_steps(x, columns, layout.format.block)
+            y = b.op("ReduceSum", self._product(two, parts, weight, None, layout), b.const([0]), keepdims=0)
+            y = y if bias is None else b.op("Add", y, bias)
+        else:
+            y = self._product(x, parts, weight, bias, layout)
+        if SHIFTS not in parts:
+            return y
+        # what a block adds to each of its weights, it adds to the result once for the sum of its inputs
+        n_blocks = columns // layout.format.block
+        blocks = b.op("Reshape", x, b.const([0, 0, n_blocks, layout.format.block]))
+        sums = b.op("ReduceSum", blocks, b.const([-1]), keepdims=0)
+        return b.op("Add", y, b.op("MatMul", sums, parts[SHIFTS]))
+
+    def _product(
+        self,
+        x: ir.Value,
+        parts: dict[str, ir.Value],
+        weight: ir.Value,
+        bias: ir.Value | None,
+        layout: BlockLayout,
+    ) -> ir.Value:
+        rows, columns = dims(weight)
+        return self.b.op(
             "MatMulNBits",
             x,
             parts[CODES],
@@ -66,13 +91,21 @@ class FusedLowering(PortableLowering):
             block_size=layout.format.block,
             accuracy_level=_ACCURACY_LEVELS[self.arithmetic.activations],
         )
-        if SHIFTS not in parts:
-            return y
-        # what a block adds to each of its weights, it adds to the result once for the sum of its inputs
-        n_blocks = columns // layout.format.block
-        blocks = b.op("Reshape", x, b.const([0, 0, n_blocks, layout.format.block]))
-        sums = b.op("ReduceSum", blocks, b.const([-1]), keepdims=0)
-        return b.op("Add", y, b.op("MatMul", sums, parts[SHIFTS]))
+
+    def _in_two_steps(self, x: ir.Value, columns: int, block: int) -> ir.Value:
+        """(B, T, K) → (2, B, T, K): what MatMulNBits will round x to, and what is left of it (`rounded.py`).
+
+        The first is rounded here, by blocks, so that the product only finds its own steps again; the second is at most half
+        a step of the first, and rounded to a 127th of that.
+        """
+        b = self.b
+        blocks = b.op("Reshape", b.op("Unsqueeze", x, b.const([0])), b.const([0, 0, 0, -1, block]))
+        top = b.op("ReduceMax", b.op("Abs", blocks), b.const([-1]), keepdims=1)
+        step = b.op("Mul", top, b.const(1 / INT8_TOP, self.dtype))
+        step = b.op("Max", step, b.const(LEAST_STEP[self.dtype], self.dtype))  # a block of zeros has none
+        first = b.op("Mul", b.op("Round", b.op("Div", blocks, step)), step)
+        two = b.op("Concat", first, b.op("Sub", blocks, first), axis=0)
+        return b.op("Reshape", two, b.const([0, 0, 0, columns]))
 
     def block_embedding(self, token_ids: ir.Value, weight: ir.Value, layout: BlockLayout) -> ir.Value:
         b, parts, (_, columns) = self.b, self.block_parts(weight, layout), dims(weight)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from .layout import BlockLayout, Layout
 from .lower_attention import AttentionNode
-from .lower_basic import END, given
+from .lower_basic import END, dims, given
 from .lower_recurrent import FeatureNode, RecurrentLowering
 
 
@@ -46,6 +46,8 @@ class PortableLowering(RecurrentLowering):
                 return [self.prepend(x, given(second))]
             case "NewMask":
                 return [self.cached(("new mask", x), lambda: self.new_mask(x, given(second)))]
+            case "WithColumns":  # a fact for the trace alone
+                return [x]
             case "ByHead":
                 return [self.by_head(x, attributes["heads"], attributes["head_dim"])]
             case "Attention":
@@ -58,7 +60,7 @@ class PortableLowering(RecurrentLowering):
             case "RandomFeatureAttention":
                 return self.random_feature_attention(FeatureNode.parse(node, inputs))
             case "Lstm":
-                return self.lstm(inputs, attributes)
+                return self.lstm(inputs, attributes, hidden_size=dims(given(node.inputs[5]))[1])
             case "Recurrence":
                 return self.recurrence(x, given(second), given(third))
             case "RecurrenceWeights":

@@ -158,7 +158,7 @@ class RecurrentLowering(AttentionLowering):
         filled = b.slice(filled, b.const([0]), b.op("Mul", count, b.const([SPAN])), 2)
         return b.op("Reshape", filled, b.const([0, 0, -1, SPAN, size]))
 
-    def lstm(self, inputs: Inputs, attributes: dict[str, Any]) -> Sequence[ir.Value]:
+    def lstm(self, inputs: Inputs, attributes: dict[str, Any], *, hidden_size: int) -> Sequence[ir.Value]:
         """One LSTM op over each row's real elements, packed to its front; pads then repeat what came before."""
         b = self.b
         x, mask, hidden, cell, input_weight, hidden_weight, *rest = inputs
@@ -179,7 +179,7 @@ class RecurrentLowering(AttentionLowering):
             b.op("Cast", lengths, to=ir.DataType.INT32),
             *(b.op("Unsqueeze", self.widen(given(s)), b.const([0])) for s in (hidden, cell)),
             n_outputs=3,
-            hidden_size=dims(given(hidden_weight))[0] // 4,
+            hidden_size=hidden_size,
             activations=["Sigmoid", kinds[attributes["candidate"]], kinds[attributes["output"]]],
         )
         rows = b.op("Transpose", b.op("Squeeze", y, b.const([1])), perm=[1, 0, 2])  # (B, T, N), packed

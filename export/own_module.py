@@ -1,7 +1,7 @@
 """A user's own module, as named on the command line: `path/to/file.py:factory`.
 
 The file is run (it is the user's program) and the factory called without arguments. What it returns is a
-`Transformer`, or any module that follows tfm_model/protocol.py.
+`Transformer`, or any module that follows tfm_model/protocol.py (`own_probe.py` looks at it).
 """
 
 from __future__ import annotations
@@ -15,51 +15,26 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import InputError
-from ..tfm_model.protocol import ExportableModule
+from ..tfm_model.config import ModelKind
 from ..tfm_model.state import StateSpec, StateTensor
-from ..tfm_model.transformer import Outputs, Transformer
+from ..tfm_model.transformer import Transformer
+from .factories import check_factory, missing_factory
+from .user_code import users_code
 
 
 class ModuleError(InputError):
     """The user's file or module does not follow the protocol."""
 
 
-class OwnModule(nn.Module):
-    """Gives a module of the protocol the face of a whole model."""
-
-    def __init__(self, module: ExportableModule) -> None:
-        super().__init__()
-        self.own = module
-
-    def state_spec(self) -> StateSpec:
-        return self.own.state_spec()
-
-    def encode(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Outputs:  # noqa: ARG002
-        raise AssertionError("a module of the protocol has no encoder")
-
-    def step(
-        self,
-        inputs: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        state: list[Tensor],
-        encoder_attention_mask: Tensor | None = None,  # noqa: ARG002 - as above
-    ) -> Outputs:
-        main, present = self.own(inputs, attention_mask, position_ids, state)
-        return Outputs(main.to(torch.promote_types(main.dtype, torch.float32)), present, {})
-
-
 def build_module(file: Path, factory_name: str) -> nn.Module:
     torch.manual_seed(0)  # a factory that draws its weights gives the same ones each time
     with _import_path(file.resolve().parent):
         factory = _load_factory(file, factory_name)
-        try:
+        with users_code(f"{factory_name} in {file} failed"):
             module: Any = factory()
-        except Exception as error:
-            raise ModuleError(f"{factory_name} in {file} failed: {first_line(error)}") from error
     if isinstance(module, Transformer):
         if type(module) is not Transformer:
             raise ModuleError(
@@ -67,18 +42,10 @@ def build_module(file: Path, factory_name: str) -> nn.Module:
                 "return a Transformer, or a module of your own that holds one"
             )
         return module
-    for name in ("vocab_size", "max_context", "state_spec"):
-        if not hasattr(module, name):
-            raise ModuleError(
-                f"{type(module).__name__} from {file} has no {name}; see tfmx.tfm_model.protocol"
-            )
     if not isinstance(module, nn.Module):
         raise ModuleError(
             f"{factory_name} in {file} returns a {type(module).__name__}, wanted a torch.nn.Module"
         )
-    for name in ("vocab_size", "max_context"):
-        if type(getattr(module, name)) is not int or getattr(module, name) < 1:
-            raise ModuleError(f"{name} is {getattr(module, name)!r}, wanted a whole number above 0")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_complex():
             raise ModuleError(
@@ -87,44 +54,36 @@ def build_module(file: Path, factory_name: str) -> nn.Module:
     return module
 
 
-def check_spec(spec: StateSpec, source: str) -> None:
+def check_spec(spec: StateSpec, source: str, kind: ModelKind) -> None:
     if not isinstance(spec, tuple) or not all(isinstance(state, StateTensor) for state in spec):
         raise ModuleError(f"{source}: state_spec gives {spec!r:.80}, wanted a tuple of StateTensor")
+    open_dims = {"append": "past_sequence_length", "constant": None}
+    if kind == "encoder-decoder":
+        open_dims["fixed"] = "encoder_sequence_length"
+        if not any(state.growth == "fixed" for state in spec):
+            raise ModuleError(
+                f"{source}: it has encode, but no state of growth 'fixed', through which its decoder would see the source"
+            )
     for state in spec:
-        grows = "past_sequence_length" in state.shape
-        unknown = [dim for dim in state.shape if isinstance(dim, str)]
-        unknown = [dim for dim in unknown if dim not in {"batch_size", "past_sequence_length"}]
-        if unknown:
+        if state.growth not in open_dims:
             raise ModuleError(
-                f"{source}: state {state.past} has the dimension {unknown[0]!r}; "
-                "only batch_size and past_sequence_length may be left open"
+                f"{source}: state {state.past} has the growth {state.growth!r}; a {kind} has {' or '.join(open_dims)}"
             )
-        if (
-            state.shape[:1] != ("batch_size",)
-            or state.growth in {"capacity", "fixed"}
-            or grows != (state.growth == "append")
-        ):
+        free, wanted = [dim for dim in state.shape if isinstance(dim, str)], open_dims[state.growth]
+        if free != ["batch_size", *([wanted] if wanted else [])] or state.shape[0] != "batch_size":
+            besides = f"{wanted} once" if wanted else "no other open dimension"
             raise ModuleError(
-                f"{source}: state {state.past} has shape {state.shape} and growth {state.growth!r}; wanted "
-                "batch_size first, and past_sequence_length in it just if the growth is 'append'"
+                f"{source}: state {state.past} of growth {state.growth!r} has the shape {state.shape}; wanted batch_size "
+                f"first, then numbers and {besides}"
             )
-
-
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _load_factory(file: Path, name: str) -> Callable[[], object]:
-    if not file.is_file():
-        raise ModuleError(f"{file} is not a file; wanted path/to/file.py:factory")
+    check_factory(file, name)
     module = _run_file(file.resolve())
     factory = getattr(module, name, None)
     if not callable(factory):
-        found = ", ".join(
-            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        )
-        raise ModuleError(f"{file} has no function {name!r}; it has {found or 'none'}")
+        raise missing_factory(file, name)
     return factory  # type: ignore[no-any-return]
 
 
@@ -144,8 +103,6 @@ def _run_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
+    with users_code(f"running {file} failed"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ModuleError(f"running {file} failed: {first_line(error)}") from error
     return module

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from ..runtime.devices import import_onnxruntime
-from .arithmetic import Arithmetic
+from .arithmetic import EXACT, Arithmetic
 from .cases import Case, parity_cases
+from .golden import RoundedGolden, golden_arrays
 from .graph_runs import Graphs
 from .parity_error import ParityError
 from .progress import Progress
-from .reference import Array, CaseOutputs, Pasts, Reference
-from .signature import Signature
+from .reference import Array, CaseOutputs, Pasts, Reference, Way
 from .stitch import GraphKind
 
 FACTOR = 4.0
@@ -123,21 +123,29 @@ class Parity:
 class Gate:
     """What PyTorch says about the cases, computed once; then any number of exports can be held against it."""
 
-    def __init__(self, reference: Reference, progress: Progress) -> None:
+    def __init__(self, reference: Reference, progress: Progress, arithmetic: Arithmetic = EXACT) -> None:
+        """`arithmetic`: what `check_rounding` will hold graphs against."""
         self.reference, self.progress = reference, progress
         is_recurrent = any(state.growth == "constant" for state in reference.spec)
         self.cases = parity_cases(reference.signature, _longest(reference), is_recurrent=is_recurrent)
-        steps = reference.steps(self.cases)
-        progress.stage("verifying: PyTorch in float64", 2 * steps)
+        plain = [Way(reference.precision, sample) for sample in range(reference.samples)]
+        rounded = [replace(way, arithmetic=arithmetic) for way in plain] if arithmetic != EXACT else []
+        ways = [Way(torch.float64), *plain, *rounded]
+        progress.stage("verifying: PyTorch", reference.steps(self.cases) * (1 + len(ways)))
         self.pasts = Pasts(reference, progress.advance)
-        self.exact = reference.run(self.cases, self.pasts, torch.float64, progress.advance)
-        name = str(reference.precision).removeprefix("torch.")
-        progress.stage(f"verifying: PyTorch in {name}", steps * reference.samples)
-        plain = [
-            reference.run(self.cases, self.pasts, reference.precision, progress.advance, sample)
-            for sample in range(reference.samples)
-        ]
-        self.budgets = _budgets(self.cases, plain, self.exact, reference.precision)
+        self.exact: list[CaseOutputs] = []
+        self._plain, self._rounded = Errors(reference.precision), Errors(reference.precision, ROUNDED_ROWS)
+        self._rounded_rows = Errors(reference.precision)  # all of them
+        self._golden = RoundedGolden(reference)
+        found = reference.run_ways(self.cases, self.pasts, ways, progress.advance)
+        for case, (exact, *samples) in zip(self.cases, found, strict=True):
+            self.exact.append(exact)
+            self._plain.add(case, samples[: len(plain)], exact)
+            if rounded:
+                self._rounded.add(case, samples[len(plain) :], exact)
+                self._rounded_rows.add(case, samples[len(plain) :], exact)
+                self._golden.add(case, exact, samples[len(plain) :])
+        self.budgets = self._plain.budgets()
         if not np.isfinite(self.budgets).all():
             precision = str(reference.precision).removeprefix("torch.")
             raise ParityError(
@@ -149,28 +157,15 @@ class Gate:
         graphs = Graphs(folder, growth, self.reference.signature, self.reference.precision, models)
         return self._compare(graphs, self.budgets, "verifying: onnxruntime")
 
-    def check_rounding(
-        self, folder: Path, growth: str, arithmetic: Arithmetic, cache_scales: Sequence[Array] | None
-    ) -> Parity:
+    def check_rounding(self, folder: Path, growth: str, cache_scales: Sequence[Array] | None) -> Parity:
         """Graphs that round on the way may be as far off as PyTorch is when it rounds the same."""
-        signature, precision, samples = (
-            self.reference.signature,
-            self.reference.precision,
-            range(self.reference.samples),
+        reference = self.reference
+        graphs = Graphs(folder, growth, reference.signature, reference.precision, cache_scales=cache_scales)
+        stage = "verifying: onnxruntime, rounding"
+        parity = self._compare(
+            graphs, self._rounded.budgets(), stage, ROUNDED_ROWS, self._rounded_rows.budgets()
         )
-        self.progress.stage("verifying: PyTorch, rounding", self.reference.steps(self.cases) * len(samples))
-        rounded = [
-            self.reference.run(self.cases, self.pasts, precision, self.progress.advance, sample, arithmetic)
-            for sample in samples
-        ]
-        graphs = Graphs(folder, growth, signature, precision, cache_scales=cache_scales)
-        return self._compare(
-            graphs,
-            _budgets(self.cases, rounded, self.exact, precision, ROUNDED_ROWS),
-            "verifying: onnxruntime, rounding",
-            ROUNDED_ROWS,
-            _budgets(self.cases, rounded, self.exact, precision),
-        )
+        return replace(parity, golden=parity.golden | self._golden.arrays(cache_scales))
 
     def _compare(
         self,
@@ -197,27 +192,28 @@ class Gate:
         return Parity(tuple(results), golden)
 
 
-def _budgets(
-    cases: Sequence[Case],
-    samples: Sequence[Sequence[CaseOutputs]],
-    exact: Sequence[CaseOutputs],
-    precision: torch.dtype,
-    rows: float = 1.0,
-) -> list[tuple[float, float]]:
-    """For the main output, in so many of its rows, and for the state of each case."""
-    step = torch.finfo(precision).eps
-    mains, states = [], []
-    for index, (case, truth) in enumerate(zip(cases, exact, strict=True)):
-        true_main, true_states = _real_rows(case, truth), _flat(truth.states)
-        plain = [sample[index] for sample in samples]
-        errors = [_error(_real_rows(case, ours) - true_main, rows) for ours in plain]
-        mains.append(max(*errors, step * _largest(np.abs(true_main))))
-        state_errors = [_mean_square(_flat(ours.states) - true_states) for ours in plain]
-        states.append(max(*state_errors, step * _mean_square(true_states)))
-    return [
-        (FACTOR * max(main, float(np.median(mains))), FACTOR * max(state, float(np.median(states))))
-        for main, state in zip(mains, states, strict=True)
-    ]
+class Errors:
+    """How far PyTorch itself is off: at most, of its samples, for the main output and for the state of each case."""
+
+    def __init__(self, precision: torch.dtype, rows: float = 1.0) -> None:
+        """`rows`: in how many of a case's."""
+        self._step, self._rows = torch.finfo(precision).eps, rows
+        self._mains: list[float] = []
+        self._states: list[float] = []
+
+    def add(self, case: Case, samples: Sequence[CaseOutputs], exact: CaseOutputs) -> None:
+        true_main, true_states = _real_rows(case, exact), _flat(exact.states)
+        errors = [_error(_real_rows(case, ours) - true_main, self._rows) for ours in samples]
+        self._mains.append(max(*errors, self._step * _largest(np.abs(true_main))))
+        state_errors = [_mean_square(_flat(ours.states) - true_states) for ours in samples]
+        self._states.append(max(*state_errors, self._step * _mean_square(true_states)))
+
+    def budgets(self) -> list[tuple[float, float]]:
+        mains, states = self._mains, self._states
+        return [
+            (FACTOR * max(main, float(np.median(mains))), FACTOR * max(state, float(np.median(states))))
+            for main, state in zip(mains, states, strict=True)
+        ]
 
 
 def _longest(reference: Reference) -> int:
@@ -284,28 +280,3 @@ def _flat(states: Sequence[Sequence[Array]]) -> np.ndarray[tuple[int, ...], np.d
     return np.concatenate(
         [np.zeros(0), *(values.astype(np.float64).ravel() for run in states for values in run)]
     )
-
-
-def golden_arrays(signature: Signature, case: Case, exact: CaseOutputs, budget: float) -> dict[str, Array]:
-    """An input (padded left) and what follows, with the answers that float64 gives: see runtime/golden.py."""
-    name = case.name.removeprefix("golden: ").replace(" ", "_")
-    first, *rest = case.runs
-    arrays: dict[str, Array | None] = {
-        signature.inputs.name: _stored(first.inputs),
-        "attention_mask": first.attention_mask,
-        "budget": np.array(budget),
-    }
-    if signature.kind == "encoder":
-        arrays["expected"] = exact.main[0].astype(np.float32)
-    else:
-        if signature.kind == "encoder-decoder":
-            prefill, *rest = rest
-            arrays["target_ids"] = prefill.inputs
-        part = "decode_ids" if signature.steps.kind == "tokens" else "decode_features"
-        arrays[part] = np.stack([_stored(run.inputs)[:, 0] for run in rest])
-        arrays["expected"] = np.stack([main[:, -1].astype(np.float32) for main in exact.main])
-    return {f"{name}.{part}": array for part, array in arrays.items() if array is not None}
-
-
-def _stored(inputs: Array) -> Array:
-    return inputs if inputs.dtype == np.int64 else inputs.astype(np.float32)

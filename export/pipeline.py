@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,15 +40,17 @@ from .builder import serialised
 from .calibrate import LEAST_TOKENS, calibration_windows
 from .choice_graphs import sample_graph, select_graph
 from .exact_twin import exact_twin
+from .fitting import ContextLengthError, calibrate_error
 from .layout import BlockLayout, Target
 from .parity import Gate, Parity
 from .progress import Progress, Silent
 from .publish import published
-from .quality_windows import read_text
+from .quality import measure_quality
+from .quality_windows import QualityError, cost_windows, read_text
 from .quantiser import Numbers
-from .recipe import Quant, describe, parse_layout
+from .recipe import FLOAT, Quant, describe, stored_layouts
 from .shown_layers import Maps
-from .source import ContextLengthError, Graphs, Source, open_source
+from .source import Graphs, Source, open_source
 from .stitch import GRAPHS_OF_KIND
 from .stored import StoredMatrices
 from .weights import WEIGHTS_FILE, distinct, link_weights, write_weights
@@ -99,10 +101,31 @@ def export(source: str, out: Path, options: ExportOptions, progress: Progress | 
     )
 
 
+def export_module(
+    module: torch.nn.Module,
+    out: Path,
+    options: ExportOptions,
+    progress: Progress | None = None,
+    *,
+    reference: Callable[..., torch.Tensor] | None = None,
+) -> Parity | None:
+    """The same of a module that is in memory (tfm_model/protocol.py says what it has to offer).
+
+    `reference`: its plain forward, of whole sequences and without any state; the steps must give what it gives.
+    """
+    from .python_source import module_source
+
+    return export_model(
+        module_source(module, DTYPES[options.dtype], reference=reference), out, options, progress
+    )
+
+
 def export_model(
     model: Source, out: Path, options: ExportOptions, progress: Progress | None = None
 ) -> Parity | None:
-    progress = progress or Silent()
+    progress, source = progress or Silent(), model
+    if options.verify:
+        model.check_module(progress)
     with published(out) as folder:
         wanted = numbers(model, options)
         if options.quant is not None and options.quant.smooths:
@@ -117,26 +140,46 @@ def export_model(
             parity = run_gate(folder, model, options.target, graphs.layouts, wanted.arithmetic, progress)
             parity.require()
             files[GOLDEN_FILE] = _write(folder / GOLDEN_FILE, _npz(parity))
-        manifest = make_manifest(model, graphs, options, files, parity)
-        (folder / MANIFEST).write_bytes(
-            manifest.to_bytes()
-        )  # last, so that a folder with a manifest is whole
-        Bundle.open(folder, check=False)  # what the runtime would refuse is not published
+        manifest = make_manifest(model, graphs, options, wanted.arithmetic, files, parity)
+        # last, so that a folder with a manifest is whole
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        bundle = Bundle.open(folder, check=False)  # what the runtime would refuse is not published
+        if options.verify and options.quant is not None:
+            manifest = dataclasses.replace(manifest, quality=_cost(bundle, source, progress))
+            (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return parity
+
+
+def _cost(bundle: Bundle, source: Source, progress: Progress) -> dict[str, object] | None:
+    """What quantisation cost, on a little text: figures of `tfmx verify --quality` in seconds; None where there is no text."""
+    try:
+        windows = cost_windows(bundle)
+    except QualityError:
+        return None
+    quality = measure_quality(bundle, source.reference(), windows, progress, decodes=False)
+    digests = {name: info.sha256 for name, info in bundle.manifest.source.files.items()}
+    return dataclasses.replace(quality, source=digests).certificate()
 
 
 def numbers(model: Source, options: ExportOptions) -> Numbers:
     """With the text that shows the model's ranges, where roundings depend on them."""
     if options.kv == "int8" and model.growth(options.target) != "capacity":
         raise kv_error(options.target)
-    path = None if options.quant is None else options.quant.calibrate
+    quant = options.quant
+    if quant is not None and options.target == "portable":
+        quant = dataclasses.replace(quant, activations="float")
+    elif quant is not None and quant.activations == "mixed" and not model.can_be_smoothed:
+        quant = dataclasses.replace(
+            quant, activations="int8"
+        )  # two steps were measured on decoders of tokens only
+    path = None if quant is None else quant.calibrate
     if path is not None and not model.can_be_smoothed:
-        raise InputError("--calibrate is for decoders of tokens with plain attention; leave it out")
-    smooths = options.quant is not None and options.quant.smooths and model.can_be_smoothed
+        raise calibrate_error()
+    smooths = quant is not None and quant.smooths and model.can_be_smoothed
     if path is None and options.kv != "int8" and not smooths:
-        return Numbers(quant=options.quant)
+        return Numbers(quant=quant)
     windows = calibration_windows(_calibration_ids(model, path), model.max_context)
-    return Numbers(quant=options.quant, kv=options.kv, windows=windows)
+    return Numbers(quant=quant, kv=options.kv, windows=windows)
 
 
 def _calibration_ids(model: Source, path: Path | None) -> Sequence[int]:
@@ -178,9 +221,9 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
             f"state tensors, {source} a {found[0]} with {found[1]} and {found[2]}; "
             "give the source that it was exported from"
         )
-    layouts = (
-        {name: parse_layout(text) for name, text in manifest.quant.matrices.items()} if manifest.quant else {}
-    )
+    _check_state(bundle, model, source)
+    model.check_module(progress or Silent())
+    layouts = stored_layouts(manifest.quant.matrices) if manifest.quant else {}
     arithmetic = Arithmetic(
         activations=manifest.quant.activations if manifest.quant else "float",
         kv="int8" if manifest.has_int8_cache else "float",
@@ -194,6 +237,15 @@ def verify_against(bundle: Bundle, source: str, progress: Progress | None = None
         progress or Silent(),
         evened_out=manifest.quant is not None and manifest.quant.rounding in {"smooth", "gptq"},
     )
+
+
+def _check_state(bundle: Bundle, model: Source, source: str) -> None:
+    for has, state in zip(bundle.manifest.state, model.spec, strict=True):
+        if (has.past, has.present, has.shape) != (state.past, state.present, state.shape):
+            raise MismatchError(
+                f"{bundle.path} has a state {has.past} of shape {list(has.shape)}, {source} has {state.past} of {list(state.shape)}; "
+                "give the source that it was exported from"
+            )
 
 
 def run_gate(
@@ -216,13 +268,14 @@ def run_gate(
         model = model.smoothed_as(stored, progress)
     stored.check(model.weight)
     reference = model.reference(stored)
-    gate = Gate(reference, progress)
-    if target == "portable" or arithmetic == EXACT:
+    rounds = target == "ort" and arithmetic != EXACT
+    gate = Gate(reference, progress, arithmetic if rounds else EXACT)
+    if not rounds:
         return gate.check(folder, growth)
     cache_dtype = ir.DataType.FLOAT if reference.precision == torch.float32 else ir.DataType.FLOAT16
     twins = {kind: exact_twin(folder / f"{kind}.onnx", cache_dtype) for kind in kinds}
     exact = gate.check(folder, growth, twins)
-    return exact.with_rounding(gate.check_rounding(folder, growth, arithmetic, stored.all_cache_scales()))
+    return exact.with_rounding(gate.check_rounding(folder, growth, stored.all_cache_scales()))
 
 
 def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress) -> dict[str, FileInfo]:
@@ -241,7 +294,12 @@ def write_files(folder: Path, graphs: Graphs, model: Source, progress: Progress)
 
 
 def make_manifest(
-    model: Source, graphs: Graphs, options: ExportOptions, files: dict[str, FileInfo], parity: Parity | None
+    model: Source,
+    graphs: Graphs,
+    options: ExportOptions,
+    arithmetic: Arithmetic,
+    files: dict[str, FileInfo],
+    parity: Parity | None,
 ) -> Manifest:
     dtype = _DTYPE_NAMES[DTYPES[options.dtype]]
     growth = model.growth(options.target)
@@ -254,7 +312,7 @@ def make_manifest(
         kind=model.signature.kind,
         target=options.target,
         dtype=options.dtype,
-        quant=_quant_info(options, graphs, can_be_smoothed=model.can_be_smoothed),
+        quant=_quant_info(options, graphs, arithmetic, can_be_smoothed=model.can_be_smoothed),
         opset=options.opset,
         inputs=InputInfo(**dataclasses.asdict(model.signature.inputs)),
         outputs=OutputInfo(
@@ -262,7 +320,7 @@ def make_manifest(
         ),
         vocab_size=model.signature.vocab_size,
         max_context=model.max_context,
-        model=model.model_info,
+        model=model.model_info | ({"plain_matrices": list(graphs.plain)} if graphs.plain else {}),
         graphs={kind: graph_info(kind, graph) for kind, graph in graphs.models.items()},
         state=tuple(
             StateInfo(
@@ -287,15 +345,18 @@ def make_manifest(
     )
 
 
-def _quant_info(options: ExportOptions, graphs: Graphs, *, can_be_smoothed: bool) -> QuantInfo | None:
+def _quant_info(
+    options: ExportOptions, graphs: Graphs, arithmetic: Arithmetic, *, can_be_smoothed: bool
+) -> QuantInfo | None:
     quant = options.quant
     if quant is None:
         return None
     return QuantInfo(
         weights="int4" if quant.bits == 4 else "int8",
         rounding=_rounding_done(quant, graphs, can_be_smoothed=can_be_smoothed),
-        activations=quant.activations if options.target == "ort" else "float",
-        matrices={name: describe(layout) for name, layout in graphs.layouts.items()},
+        activations=arithmetic.activations,
+        matrices={name: describe(layout) for name, layout in graphs.layouts.items()}
+        | dict.fromkeys(graphs.floats, FLOAT),
     )
 
 

@@ -68,20 +68,33 @@ def check_target(out: Path) -> None:
     """Whether a bundle may be put there."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise TargetError(f"{out} exists and is not a folder; choose another -o")
-    if out.is_dir() and not _holds_only_a_bundle(out):
-        raise TargetError(f"{out} holds files that are not a tfmx bundle; choose another -o or empty it")
+    foreign = _foreign_files(out) if out.is_dir() else []
+    if foreign:  # also what a bundle may lie beside, such as a README: it would be gone
+        raise TargetError(
+            f"{out} holds files that are not a tfmx bundle ({foreign[0]}{', ...' if foreign[1:] else ''}); "
+            "choose another -o or empty it"
+        )
+
+    _check_parent(out.absolute())
 
 
-def _holds_only_a_bundle(out: Path) -> bool:
-    """Nothing but what an export of ours has listed (whole or damaged), or nothing at all."""
+def _check_parent(out: Path) -> None:
+    """The folder that it is made in, or the first above it that is there."""
+    parent = next(folder for folder in out.parents if os.path.lexists(folder))
+    if not parent.is_dir():
+        raise PublishError(f"cannot write to {out.parent}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PublishError(f"cannot write to {out.parent}: {parent} may not be written to")
+
+
+def _foreign_files(out: Path) -> list[str]:
+    """What no export of ours has listed: of a folder that is no bundle (whole or damaged), all."""
     names = {path.name for path in out.iterdir()}
-    if not names:
-        return True
     try:
         manifest = json.loads((out / MANIFEST).read_bytes())
-        return DIGEST_KEY in manifest and names <= {MANIFEST, *manifest["files"]}
+        return sorted(names - {MANIFEST, *manifest["files"]}) if DIGEST_KEY in manifest else sorted(names)
     except (OSError, ValueError, TypeError, KeyError):
-        return False
+        return sorted(names)
 
 
 def _prefix(name: str) -> str:

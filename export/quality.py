@@ -86,13 +86,17 @@ _FIGURES: dict[str, Callable[[Scores], float]] = {
 @dataclass(frozen=True, slots=True)
 class Quality:
     scores: Scores  # (N, W-1)
-    decoded: Scores  # (W-1,): window `decoded_window`, token by token
+    decoded: (
+        Scores | None
+    )  # (W-1,): window `decoded_window`, token by token; None where no time was spent on that
     decoded_window: int
     windows: Windows
     source: dict[str, str] = field(default_factory=dict)  # sha256 of what it was compared with, by file
 
     def estimates(self) -> dict[str, Estimate]:
         """Each figure with its error; `kl_decode` and `kl_prefill` are of the decoded window alone."""
+        if self.decoded is None:
+            return bootstrap(self.scores)
         same = self.scores[self.decoded_window]
         return {
             **bootstrap(self.scores),
@@ -134,9 +138,17 @@ def quality_against(
 
 
 def measure_quality(
-    bundle: Bundle, reference: Reference, windows: Windows, progress: Progress | None = None
+    bundle: Bundle,
+    reference: Reference,
+    windows: Windows,
+    progress: Progress | None = None,
+    *,
+    decodes: bool = True,
 ) -> Quality:
-    """Compare a bundle with PyTorch in float32. `reference` is the source's, not that of dequantised weights."""
+    """Compare a bundle with PyTorch in float32. `reference` is the source's, not that of dequantised weights.
+
+    `decodes`: one window is decoded token by token, too.
+    """
     progress = progress or Silent()
     graphs = Graphs(bundle, choose_device("cpu", bundle))
     ids = windows.token_ids
@@ -146,14 +158,13 @@ def measure_quality(
     for index, row in enumerate(ids):
         truth = next(expected)[:-1]  # (W-1, V); the last position's has no token to compare with
         if not found:
-            progress.stage("quality: the bundle", len(ids) + 1)
+            progress.stage("quality: the bundle", len(ids) + decodes)
         engine = open_engine(graphs, 1, len(row))
         found.append(_compare(truth, engine.score(row)["logits"][:-1], row[1:]))
         progress.advance()
-        if index == decoded_window:
+        if decodes and index == decoded_window:
             decoded = _compare(truth, _step_by_step(graphs, row[:-1]), row[1:])
             progress.advance()
-    assert decoded is not None
     return Quality(_joined(found, np.stack), decoded, decoded_window, windows)
 
 

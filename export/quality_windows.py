@@ -26,6 +26,10 @@ WINDOW = 512  # tokens, the first from an empty cache; as llama.cpp's perplexity
 TOKENS = 40 * (WINDOW - 1)  # that are scored, if the text has as many
 LEAST_TOKENS = 2048  # of a text
 LEAST_WINDOWS = 16  # error bars come from how windows differ: a short text is cut into shorter ones
+COST_WINDOWS, COST_WINDOW = (
+    4,
+    129,
+)  # what export looks at: 512 tokens, about as long as a question and its answer
 _LARGEST = 32 << 20  # bytes of a text: half a minute of tokenizing
 
 
@@ -77,11 +81,29 @@ def text_windows(bundle: Bundle, text: str) -> Windows:
             f"the bundle's context is {bundle.manifest.max_context}, too short to measure; wanted at least {2 + len(before)}"
         )
     wanted = -(-TOKENS // (len(before) + room - 1))
-    starts = np.linspace(0, found - room, min(wanted, found // room)).astype(np.int64)
+    return _cut(before, ids, min(wanted, found // room), room, text)
+
+
+def cost_windows(bundle: Bundle) -> Windows:
+    """A few short ones of the text that ships with tfmx; QualityError where a bundle has no use for them."""
+    text, manifest = read_text(None), bundle.manifest
+    before, ids = _split(_tokenizer(bundle), text)
+    room = min(COST_WINDOW, manifest.max_context, len(ids) // COST_WINDOWS) - len(before)
+    unknown = [token_id for token_id in (*before, *ids) if token_id >= (manifest.vocab_size or 0)]
+    if room < 2 or unknown:
+        why = (
+            f"token {unknown[0]} of tfmx's text is none of its own" if unknown else "its context is too short"
+        )
+        raise QualityError(why)
+    return _cut(before, ids, COST_WINDOWS, room, text)
+
+
+def _cut(before: list[int], ids: list[int], count: int, room: int, text: str) -> Windows:
+    starts = np.linspace(0, len(ids) - room, count).astype(np.int64)
     pieces = np.asarray(ids, np.int64)[starts[:, None] + np.arange(room)]  # (N, room)
     prefix = np.tile(np.asarray(before, np.int64), (len(starts), 1))
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Windows(np.concatenate((prefix, pieces), axis=1), digest, found)
+    return Windows(np.concatenate((prefix, pieces), axis=1), digest, len(ids))
 
 
 def _read_limited(path: Path) -> bytes:

@@ -28,7 +28,8 @@ class Numbers:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return Arithmetic(activations="float" if self.quant is None else self.quant.activations, kv=self.kv)
+        is_float = self.quant is None or self.quant.activations == "float"
+        return Arithmetic(activations="float" if is_float else "int8", kv=self.kv)
 
     def layouts(self, matrices: Mapping[str, Matrix]) -> dict[str, BlockLayout]:
         return {} if self.quant is None else self.quant.layouts(matrices)

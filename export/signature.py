@@ -2,7 +2,7 @@
 
 | graph   | takes                                                                | gives                                     |
 |---------|----------------------------------------------------------------------|-------------------------------------------|
-| encode  | the input, attention_mask (not for images)                           | the main output; an encoder-decoder: last_hidden_state and the fixed state |
+| encode  | the input, attention_mask (if `has_mask`)                            | the main output; an encoder-decoder: last_hidden_state and the fixed state |
 | prefill | the input (or the answer so far), masks, position_ids, state         | the main output, state                    |
 | decode  | the same with one element                                            | the same                                  |
 """
@@ -10,53 +10,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from ..tfm_model.config import HeadKind, LstmConfig, ModelConfig, ModelKind, PatchInputs, TokenInputs
-
-ElementKind = Literal["tokens", "vectors", "images"]
-_INPUT_NAMES = {"tokens": "input_ids", "vectors": "input_features", "images": "pixel_values"}
-OUTPUT_NAMES = {
-    "tokens": "logits", "classes": "logits", "values": "values", "embedding": "embedding", "hidden": "last_hidden_state"
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Elements:
-    """What a sequence consists of, on its way in."""
-
-    kind: ElementKind
-    length: int  # the longest; an image has always as many
-    vocab_size: int | None = None
-    features: int | None = None
-    image: tuple[int, int, int] | None = None  # channels, height, width
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        return _INPUT_NAMES[self.kind]
-
-    def shape(self, length: int | str) -> tuple[int | str, ...]:
-        if self.kind == "images":
-            assert self.image is not None
-            return ("batch_size", *self.image)
-        return ("batch_size", length) if self.features is None else ("batch_size", length, self.features)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The main output."""
-
-    kind: HeadKind
-    size: int
-    pooled: bool = False  # one for each sequence, (B, size), not one for each element
-    only_last: bool = False  # (B, 1, size), of the last real element
-    labels: tuple[str, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        return OUTPUT_NAMES[self.kind]
+from ..tfm_model.config import LstmConfig, ModelConfig, ModelKind, PatchInputs, TokenInputs
+from ..tfm_model.declarations import Answer, Elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +21,9 @@ class Signature:
     inputs: Elements  # what the user gives: to encode if there is one, else to prefill
     steps: Elements  # what prefill and decode take; the same but for an encoder-decoder
     outputs: Answer
+    has_mask: bool = (
+        True  # of the inputs' pads; not of images, nor of modules that cannot see pads and get none
+    )
     encoded_width: int | None = None  # of an encoder-decoder's last_hidden_state
     maps: tuple[tuple[int, int], ...] = ()  # layer and heads of each attention map
     encoder_maps: tuple[tuple[int, int], ...] = ()
@@ -95,14 +54,6 @@ class Signature:
         return tuple(f"encoder_attentions.{layer}" for layer, _ in self.encoder_maps)
 
 
-def token_signature(vocab_size: int, context: int) -> Signature:
-    """Of a causal language model."""
-    tokens = Elements(kind="tokens", length=context, vocab_size=vocab_size)
-    return Signature(
-        kind="decoder", inputs=tokens, steps=tokens, outputs=Answer(kind="tokens", size=vocab_size)
-    )
-
-
 def model_signature(config: ModelConfig) -> Signature:
     own, head = _elements(config), config.head
     return Signature(
@@ -116,6 +67,7 @@ def model_signature(config: ModelConfig) -> Signature:
             only_last=config.kind == "decoder" and head.pooling == "last",
             labels=head.labels,
         ),
+        has_mask=not isinstance((config.encoder or config).inputs, PatchInputs),
         encoded_width=None if config.encoder is None else config.encoder.width,
         maps=_maps(config),
         encoder_maps=() if config.encoder is None else _maps(config.encoder),

@@ -20,7 +20,7 @@ from ..tfm_model.checkpoint import (
     read_finite,
     read_finite_blocks,
 )
-from ..tfm_model.config import AttentionConfig, HeadConfig, ModelConfig, TokenInputs
+from ..tfm_model.config import ModelConfig, TokenInputs
 from ..tfm_model.inputs import position_table
 from ..tfm_model.presets import PRESET, preset_checkpoint
 from ..tfm_model.rotary import rotary_tables
@@ -29,22 +29,24 @@ from ..tfm_model.state import StateSpec, model_state
 from ..tfm_model.transformer import Transformer
 from .cache_scales import cache_scales
 from .calibrate import Calibration, calibrate
+from .decoder_reference import DecoderReference
 from .downstream import downstream_texts
+from .fitting import can_stamp, fitted, keeps_slots
 from .layout import BlockLayout, Target
 from .lower_basic import COLUMNS
 from .progress import Progress
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
 from .recipe import Matrix
-from .reference import DecoderReference, Reference
-from .shown_layers import Layers, with_attentions
+from .reference import Reference
+from .shown_layers import Layers
 from .signature import Signature, model_signature
 from .smoothing import find_smoothing, recover_smoothing
+from .source_check import check_source
 from .stitch import (
     GRAPHS_OF_KIND,
     POSITION_TABLE,
     GraphKind,
     WeightPlan,
-    keeps_slots,
     stitch_decoder,
 )
 from .stored import StoredMatrices
@@ -52,11 +54,6 @@ from .trace import trace_decoder
 from .weights import StoredTensor, stored_tensors, torch_dtype
 
 POSITIONS = "embed.positions.weight"  # a table of positions, not of tokens
-MIN_CONTEXT = 2  # a prompt of one token, and one answer
-
-
-class ContextLengthError(InputError):
-    """The model is not made for so many positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,8 @@ class Graphs:
     tensors: list[StoredTensor]  # of the weights file, in order
     layouts: Mapping[str, BlockLayout] = field(default_factory=dict)  # of the quantised matrices
     all_kept: bool = False  # those are the checkpoint's own blocks
+    floats: tuple[str, ...] = ()  # matrices that are not quantised beside them, though they could be
+    plain: tuple[str, ...] = ()  # what else of an own module is a matrix: --quant leaves it as it is
 
 
 class Source(Protocol):
@@ -94,11 +93,15 @@ class Source(Protocol):
     def weight(self, name: str) -> torch.Tensor | None:
         """A matrix (out, in) as the source has it, in float32; None if it has none of that name."""
 
+    def check_module(self, progress: Progress) -> None:
+        """Refuse a module of a user's that is not consistent with itself in PyTorch."""
+
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         """PyTorch, with the weights of the source but for the matrices that are stored."""
 
 
 def open_source(source: str, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()) -> Source:
+    check_source(source, max_context, attentions)
     if is_python_source(source):
         from .python_source import open_python
 
@@ -110,7 +113,7 @@ def open_source(source: str, dtype: ir.DataType, max_context: int | None, attent
 def checkpoint_source(
     checkpoint: Checkpoint, dtype: ir.DataType, max_context: int | None, attentions: Layers = ()
 ) -> Source:
-    config = with_attentions(_with_context(checkpoint.config, max_context), attentions)
+    config = fitted(checkpoint.config, max_context, attentions)
     _check_generation(config, checkpoint.generation)
     checkpoint = replace(checkpoint, config=config)
     if can_stamp(config):
@@ -127,18 +130,6 @@ def checkpoint_source(
         generation=checkpoint.generation,
         texts=downstream_texts(checkpoint),
     )
-
-
-def can_stamp(config: ModelConfig) -> bool:
-    """Whether it is a decoder of tokens whose attention every target has fused ops for."""
-    if config.kind != "decoder" or not isinstance(config.mixer, AttentionConfig):
-        return False
-    plain = config.mixer.similarity == "asymmetric" and config.mixer.combination == "concat"
-    special = config.mixer.relative or config.mixer.random_features
-    of_tokens = isinstance(config.inputs, TokenInputs) and config.head == replace(
-        HeadConfig(), tied=config.head.tied, bias=config.head.bias, softcap=config.head.softcap
-    )
-    return of_tokens and plain and not special
 
 
 def filled(checkpoint: Checkpoint) -> Transformer:
@@ -213,7 +204,7 @@ class CheckpointSource:
 
         tensors = stored_tensors(models.values(), reader, layouts)
         all_kept = numbers.quant is not None and not numbers.quant.rounds(matrices, layouts)
-        return Graphs(models, tensors, layouts, all_kept)
+        return Graphs(models, tensors, layouts, all_kept, left_float(matrices, layouts))
 
     def _calibration(
         self, numbers: Numbers, layouts: Mapping[str, BlockLayout], progress: Progress
@@ -283,6 +274,9 @@ class CheckpointSource:
         tensor = self._checkpoint.tensors.get(name)
         return None if tensor is None else read_finite(tensor, torch.float32)
 
+    def check_module(self, progress: Progress) -> None:
+        """It is ours: tests/test_family_properties.py asks every setting of it."""
+
     def reference(self, stored: StoredMatrices | None = None) -> Reference:
         precision = torch_dtype(self._dtype)
 
@@ -294,30 +288,8 @@ class CheckpointSource:
         return DecoderReference(self.config, precision, read, stored)
 
 
-def _with_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
-    if config.kind != "encoder":
-        check_context(config.context)
-    if max_context is None or max_context == config.context:
-        return config
-    if max_context < MIN_CONTEXT:
-        raise InputError(f"--max-context is {max_context}, wanted at least {MIN_CONTEXT}")
-    if not can_stamp(config) or config.positions is not None:
-        raise ContextLengthError(
-            f"--max-context is {max_context}, but this model is made for {config.context} positions; leave it out"
-        )
-    rotary = config.attention.rotary
-    stretches = rotary is not None and rotary.scaling is not None and rotary.scaling.kind == "dynamic"
-    if max_context > config.context and not stretches:
-        raise ContextLengthError(
-            f"--max-context is {max_context}, but the model was made for {config.context} positions; "
-            f"ask for {config.context} or fewer"
-        )
-    return replace(config, context=max_context)
-
-
-def check_context(context: int) -> None:
-    if context < MIN_CONTEXT:
-        raise InputError(f"the model's context is {context}, wanted at least {MIN_CONTEXT}")
+def left_float(matrices: Mapping[str, Matrix], layouts: Mapping[str, BlockLayout]) -> tuple[str, ...]:
+    return tuple(name for name in matrices if name not in layouts)
 
 
 def _check_generation(config: ModelConfig, generation: GenerationDefaults) -> None:

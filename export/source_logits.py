@@ -17,8 +17,9 @@ from ..tfm_model.layers import Reads
 from ..tfm_model.state import StateTensor
 from ..tfm_model.transformer import all_real, positions
 from .arithmetic import EXACT
+from .decoder_reference import DecoderReference
 from .progress import Progress
-from .reference import DecoderReference, Reference
+from .reference import Reference
 from .whole_reference import WholeReference
 
 
@@ -52,10 +53,10 @@ def _by_layer(reference: DecoderReference, rows: Sequence[Tensor], progress: Pro
 
 @torch.no_grad()
 def _whole(reference: WholeReference, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    model = reference._build().to(torch.float32).eval()  # noqa: SLF001 (it is whole, so as it is)
-    for row in rows:
-        mask = _mask(row)
-        yield model.step(row, mask, positions(mask), _empty(reference.spec)).main[0]
+    with reference.model(torch.float32) as model:
+        for row in rows:
+            mask = _mask(row)
+            yield model.step(row, mask, positions(mask), _empty(reference.spec)).main[0]
 
 
 def _mask(row: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ..tfm_model.config import ModelConfig
 from ..tfm_model.state import StateSpec
 from .arithmetic import Arithmetic
 from .builder import Builder
+from .fitting import keeps_slots
 from .layout import BlockLayout, Layout, Target
 from .lower_basic import FLOAT, INT64, dims
 from .lower_ort import FusedLowering, OrtLowering, fuse_skip_norms
@@ -164,11 +165,6 @@ def stitch_decoder(
         builder.output(shown, f"attentions.{layer}", plan.dtype, shape)
     builder.nodes = fuse_skip_norms(builder.nodes, builder.outputs) if target == "ort" else builder.nodes
     return builder.model()
-
-
-def keeps_slots(config: ModelConfig, target: Target) -> bool:
-    """Whether attention is the fused op with a cache by slots; it keeps its weights to itself."""
-    return target == "ort" and not config.attention_outputs
 
 
 def _lowering(

@@ -11,8 +11,10 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
@@ -28,6 +30,8 @@ from ..tfm_model.transformer import Transformer
 # What torch.onnx's translation is asked for: no op that a fragment leaves outside domain `tfmx`
 # changed between this version and any opset that we write.
 TRACE_OPSET = 18
+
+Translations = Mapping[Callable[..., Any], Callable[..., Any]]
 
 _B, _T, _P = 2, 5, 3  # example sizes; distinct, and above 1, which torch.export would bake in
 
@@ -117,7 +121,12 @@ def _pieces(skeleton: Transformer, dtype: torch.dtype) -> list[Piece]:
     return pieces
 
 
-def trace_pieces(module: nn.Module, pieces: Sequence[Piece], opset: int = TRACE_OPSET) -> dict[str, Fragment]:
+def trace_pieces(
+    module: nn.Module,
+    pieces: Sequence[Piece],
+    opset: int = TRACE_OPSET,
+    translations: Translations = MappingProxyType({}),
+) -> dict[str, Fragment]:
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
         rest = iter(arguments)
         results: list[Tensor] = []
@@ -127,7 +136,8 @@ def trace_pieces(module: nn.Module, pieces: Sequence[Piece], opset: int = TRACE_
         return tuple(results)
 
     inputs = [value for piece in pieces for value in piece.inputs]
-    graph = trace(module, run, inputs, [axes for piece in pieces for axes in piece.free_axes], opset)
+    axes = [axes for piece in pieces for axes in piece.free_axes]
+    graph = trace(module, run, inputs, axes, opset, translations)
     graph_inputs, graph_outputs = iter(graph.inputs), iter(graph.outputs)
     return {
         piece.name: cut(
@@ -157,7 +167,9 @@ def trace(
     inputs: Sequence[Tensor],
     free_axes: Sequence[Sequence[int]],
     opset: int = TRACE_OPSET,
+    translations: Translations = MappingProxyType({}),
 ) -> ir.Graph:
+    """`translations`: ops of PyTorch that become other nodes than torch.onnx would make of them."""
     dynamic = tuple(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in free_axes)
     with _quiet():
         program = torch.onnx.export(
@@ -168,11 +180,15 @@ def trace(
             verbose=False,
             opset_version=opset,
             dynamic_shapes=(dynamic,),
+            custom_translation_table=dict(translations),
         )
-    assert program is not None
-    fold_constants_ir(program.model)
-    ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
-    ir_passes.RemoveUnusedNodesPass()(program.model)
+        assert program is not None
+        # an own matrix that is also read in another way (x @ table.T) stays one: folded, it would be two
+        fold_constants_ir(
+            program.model, should_fold=lambda node: False if translations and _reads_matrix(node) else None
+        )
+        ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(program.model)
+        ir_passes.RemoveUnusedNodesPass()(program.model)
     return program.model.graph
 
 
@@ -201,6 +217,10 @@ def cut(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], prefix: str = "
     )
 
 
+def _reads_matrix(node: ir.Node) -> bool:
+    return any(value and _is_weight(value) and len(value.shape or ()) == 2 for value in node.inputs)
+
+
 def _is_weight(value: ir.Value) -> bool:
     return str(value.name).startswith("module.")
 
@@ -218,13 +238,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.onnx warns about torchvision, axis names and its own deprecated calls; none of it is the user's."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """torch.onnx warns about torchvision, axis names and its own deprecated calls, onnxscript about what it does not fold; none
+    of it is the user's."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

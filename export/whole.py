@@ -6,15 +6,13 @@ on the columns that were asked for only.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from .. import TfmxError
 from ..runtime.bundle import FileInfo
 from ..tfm_model.blocks import Blocks
 from ..tfm_model.checkpoint import CheckpointKind, GenerationDefaults
@@ -23,14 +21,21 @@ from ..tfm_model.transformer import Transformer
 from .arithmetic import Arithmetic
 from .builder import Builder
 from .content_plan import ContentPlan
+from .eval_mode import TrainingOps, check_eval
+from .held_module import HeldModule
 from .layout import Target
 from .lower_basic import FLOAT, INT64
-from .own_module import ModuleError, OwnModule, first_line
+from .own_calls import OwnModule
+from .own_module import ModuleError
+from .own_trace import TRANSLATIONS, with_columns
 from .progress import Progress
+from .properties import check_properties
 from .quantiser import PLAIN, Numbers, Quantiser, rounded
-from .reference import Reference
+from .recipe import Matrix
+from .rounded import RoundedInputs
 from .signature import Signature
-from .source import Graphs
+from .slots import OTHER_SIZES, SIZES, Slot, check_outputs, sizes_of
+from .source import Graphs, left_float
 from .stitch import (
     GRAPHS_OF_KIND,
     GraphKind,
@@ -41,27 +46,11 @@ from .stitch import (
 )
 from .stored import StoredMatrices
 from .trace import TRACE_OPSET, Fragment, Piece, trace_pieces
+from .trace_failures import check_operators, noted_sizes, trace_failure
+from .transposed_products import products_first
+from .user_code import users_code
 from .weights import stored_tensors, torch_dtype
 from .whole_reference import WholeReference
-
-Shape = tuple[int | str, ...]
-
-
-class TraceError(TfmxError):
-    """torch.export or its ONNX translation could not follow the module."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """An input or output of a graph; a text in its shape is a dimension that is bound at run time."""
-
-    name: str
-    dtype: ir.DataType
-    shape: Shape
-
-    @property
-    def free_axes(self) -> list[int]:
-        return [axis for axis, dim in enumerate(self.shape) if isinstance(dim, str)]
 
 
 class WholeSource:
@@ -79,7 +68,10 @@ class WholeSource:
         generation: GenerationDefaults,
         texts: dict[str, str],
     ) -> None:
-        self._model, self.signature, self._dtype = model, signature, dtype
+        self.is_own = isinstance(model, OwnModule)
+        self._prefix = "own." if self.is_own else ""  # `OwnModule` holds the user's module under this name
+        self._held = HeldModule(model, self._prefix)
+        self.signature, self._dtype = signature, dtype
         self.kind, self._files, self.model_info = kind, files, model_info
         self.generation, self.texts = generation, texts
         self.spec: StateSpec = model.state_spec()
@@ -92,7 +84,7 @@ class WholeSource:
         return "append"
 
     def weight(self, name: str) -> Tensor | None:
-        weight: Tensor | None = self._model.state_dict().get(name)
+        weight = self._held.tensors.get(name)
         return None if weight is None else weight.float()
 
     def smoothed(self, numbers: Numbers, progress: Progress) -> WholeSource:  # noqa: ARG002 (it cannot be)
@@ -101,24 +93,30 @@ class WholeSource:
     def smoothed_as(self, stored: StoredMatrices, progress: Progress) -> WholeSource:  # noqa: ARG002
         return self
 
-    def reference(self, stored: StoredMatrices | None = None) -> Reference:
-        size = sum(tensor.numel() for tensor in self._model.state_dict().values())
+    def check_module(self, progress: Progress) -> None:
+        if not self.is_own:  # tests/test_family_properties.py asks the built-in family, every setting of it
+            return
+        with self._in_precision() as model:  # first, since it names the user's line
+            self._probe(model)
+        check_properties(self.reference(), progress)
 
+    def _in_precision(self) -> AbstractContextManager[Transformer | OwnModule]:
+        dtype = torch_dtype(self._dtype)
+        return self._held.converted(lambda _, tensor: tensor.to(dtype))
+
+    def reference(self, stored: StoredMatrices | None = None) -> WholeReference:
         names = {} if stored is None else self._names_in_file(stored)
-
-        def build() -> Transformer | OwnModule:
-            model = self._copy()
-            if stored is not None:
-                weights = {name: stored.read(own) for name, own in names.items()}
-                model.load_state_dict(weights, strict=False)
-            return model
-
         layouts = {} if stored is None else {name: stored.layouts[own] for name, own in names.items()}
-        return WholeReference(build, self.signature, self.spec, torch_dtype(self._dtype), size, layouts)
+
+        def read(name: str) -> Tensor:
+            assert stored is not None
+            return stored.read(names[name])
+
+        return WholeReference(self._held, self.signature, self.spec, torch_dtype(self._dtype), read, layouts)
 
     def _names_in_file(self, stored: StoredMatrices) -> dict[str, str]:
         """Of each quantised matrix, by the model's names for it: equal ones lie in the file once (`ContentPlan`)."""
-        weights = self._model.state_dict()
+        weights = self._held.tensors
         return {
             name: own
             for own in stored.layouts
@@ -127,33 +125,17 @@ class WholeSource:
             if weight.shape == weights[own].shape and torch.equal(weight, weights[own])
         }
 
-    def _copy(self) -> Transformer | OwnModule:
-        return copy.deepcopy(self._model)  # conversions are done in place
-
     def graphs(self, target: Target, opset: int, progress: Progress, numbers: Numbers = PLAIN) -> Graphs:
-        own = isinstance(self._model, OwnModule)
-        if own and opset < TRACE_OPSET:
+        if self.is_own and opset < TRACE_OPSET:
             raise ModuleError(f"--opset is {opset}; a module of your own is traced at {TRACE_OPSET} or above")
-        if own and numbers.quant is not None:
-            raise ModuleError(
-                "--quant is for models of the built-in family; a module of your own stays as it is"
-            )
         progress.stage("tracing", 1)
-        model = self._copy().to(torch_dtype(self._dtype)).eval()
         kinds = GRAPHS_OF_KIND[self.signature.kind]
-        pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
-        try:
-            if own:
-                _check_state_count(pieces[0], len(self.spec))
-            traced = trace_pieces(model, pieces, opset if own else TRACE_OPSET)
-        except ModuleError:
-            raise
-        except Exception as error:
-            raise TraceError(f"torch could not trace the module: {first_line(error)}") from error
-        progress.advance()
         plan = ContentPlan(self._dtype)
-        fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
-        matrices = plan.matrices()
+        with self._in_precision() as model:
+            traced, linear = self._traced(model, kinds, opset)
+            fragments = {name: plan.adopt(fragment) for name, fragment in traced.items()}
+        progress.advance()
+        matrices = self._matrices(plan, linear)
         plan.blocks = layouts = numbers.layouts(matrices)
         arithmetic = numbers.arithmetic
         models = {kind: self._stitch(kind, fragments, target, opset, plan, arithmetic) for kind in kinds}
@@ -166,7 +148,63 @@ class WholeSource:
         tensors = stored_tensors(
             models.values(), lambda value: quantiser.reader(str(value.name)) or plan.reader(value), layouts
         )
-        return Graphs(models, tensors, layouts)
+        plain = () if numbers.quant is None else tuple(self._plain_matrices(plan, matrices))
+        return Graphs(models, tensors, layouts, floats=left_float(matrices, layouts), plain=plain)
+
+    def _matrices(self, plan: ContentPlan, linear: set[str]) -> dict[str, Matrix]:
+        """What can be quantised."""
+        if not self.is_own:
+            return plan.matrices()
+        weights = self._held.tensors
+        places = {weights[name].data_ptr() for name in linear}  # a tied weight has several names
+        return plan.own_matrices(
+            lambda name: name in weights and weights[name].data_ptr() in places, self.signature.vocab_size
+        )
+
+    def _plain_matrices(self, plan: ContentPlan, matrices: Mapping[str, Matrix]) -> Iterator[str]:
+        """What cannot be quantised."""
+        for name, tensor in plan.tensors.items():
+            is_matrix = name in self._held.tensors and tensor.dim() == 2 and tensor.is_floating_point()
+            if is_matrix and name not in matrices:
+                yield name
+
+    def _traced(
+        self, model: Transformer | OwnModule, kinds: Sequence[GraphKind], opset: int
+    ) -> tuple[dict[str, Fragment], set[str]]:
+        """And of an own module the weights that F.linear multiplies by."""
+        pieces = [piece for kind in kinds for piece in self._pieces(model, kind)]
+        if not self.is_own:
+            return trace_pieces(model, pieces), set()
+        lines, linear = self._probe(model)
+        shapes = [slot.shape for kind in kinds for slot in self._inputs(kind)]
+        with noted_sizes() as notes:
+            try:
+                traced = trace_pieces(model, pieces, opset, TRANSLATIONS)
+            except Exception as error:
+                raise trace_failure(error, shapes, notes, lines) from error
+        check_operators(traced.values())
+        return traced, linear
+
+    @torch.no_grad()
+    def _probe(self, model: Transformer | OwnModule) -> tuple[Mapping[str, str | None], set[str]]:
+        """Run an own module before it is traced: what fails here has the user's line, and not a page of torch's.
+
+        At the sizes that it is traced with and at others, so that a size which is built in is noticed.
+        """
+        check_eval(model)
+        linear: set[str] = set()
+        note = RoundedInputs(lambda weight: linear.add(self._held.name_of(weight) or ""))  # rounds nothing
+        watch, before, dtype = TrainingOps(), "", torch_dtype(self._dtype)
+        for sizes in (SIZES, OTHER_SIZES):
+            for kind in GRAPHS_OF_KIND[self.signature.kind]:
+                slots = self._inputs(kind)
+                [piece, *_] = self._pieces(model, kind, sizes)
+                given = sizes_of(slots, sizes, kind)
+                with users_code(f"the module fails with {given}{before}", model, dtype), watch, note:
+                    found = piece.run(*piece.inputs)
+                check_outputs(found, self._outputs(kind))  # type: ignore[arg-type]
+                before = f", though not with {given}"
+        return watch.lines, linear - {""}
 
     # --- what the graphs take and give --------------------------------------------------------------------
 
@@ -177,13 +215,13 @@ class WholeSource:
         slots = [
             Slot(elements.name, INT64 if elements.kind == "tokens" else self._dtype, elements.shape(length))
         ]
-        if elements.kind != "images":
+        if kind != "encode" or self.signature.has_mask:
             columns = length if kind == "encode" or self._forgets else "total_sequence_length"
             slots.append(Slot("attention_mask", INT64, ("batch_size", columns)))
         if kind == "encode":
             return slots
         slots.append(Slot("position_ids", INT64, ("batch_size", length)))
-        if self.signature.kind == "encoder-decoder" and self.signature.inputs.kind != "images":
+        if self.signature.kind == "encoder-decoder" and self.signature.has_mask:
             slots.append(Slot("encoder_attention_mask", INT64, ("batch_size", "encoder_sequence_length")))
         return slots + [Slot(state.past, self._state_dtype(state), state.shape) for state in self.spec]
 
@@ -194,7 +232,7 @@ class WholeSource:
     def _forgets(self) -> bool:
         """Whether nothing of ours looks back at columns of the past, so that the mask does without them."""
         recurrent = all(state.growth in {"constant", "fixed"} for state in self.spec)
-        return recurrent and isinstance(self._model, Transformer)
+        return recurrent and not self.is_own
 
     def _outputs(self, kind: GraphKind) -> list[Slot]:
         """The main one first, then state, then maps."""
@@ -243,7 +281,9 @@ class WholeSource:
 
     # --- tracing ------------------------------------------------------------------------------------------
 
-    def _pieces(self, model: Transformer | OwnModule, kind: GraphKind) -> list[Piece]:
+    def _pieces(
+        self, model: Transformer | OwnModule, kind: GraphKind, sizes: Mapping[str, int] = SIZES
+    ) -> list[Piece]:
         slots = self._inputs(kind)
         names = [slot.name for slot in slots]
         count = len(names) - (0 if kind == "encode" else len(self.spec))  # without the state
@@ -255,21 +295,29 @@ class WholeSource:
             else:
                 call = model.body if isinstance(model, Transformer) and self._splits else model.step
                 outputs = call(
-                    values[0], given["attention_mask"], given["position_ids"], list(values[count:]),
+                    values[0], self._mask(values[0], given), given["position_ids"], list(values[count:]),
                     given.get("encoder_attention_mask"),
                 )  # fmt: skip
             maps = self.signature.encoder_map_names if kind == "encode" else self.signature.map_names
             return outputs.main, *outputs.state, *(outputs.maps[name] for name in maps)
 
-        examples = [_example(slot, kind) for slot in slots]
-        pieces = [Piece(kind, run, examples, [slot.free_axes for slot in slots], len(self._outputs(kind)))]
+        examples = [slot.example(sizes, kind) for slot in slots]
+        axes = [slot.free_axes for slot in slots]
+        pieces = [Piece(kind, run, examples, axes, len(self._outputs(kind)), self._prefix)]
         if kind != "encode" and isinstance(model, Transformer) and self._splits:
             length: int | str = 1 if kind == "decode" else "sequence_length"
             hidden = Slot("hidden", self._dtype, ("batch_size", length, model.config.width))
             pieces.append(
-                Piece(f"{kind} head", model.logits, [_example(hidden, kind)], [hidden.free_axes], 1)
+                Piece(f"{kind} head", model.logits, [hidden.example(sizes, kind)], [hidden.free_axes], 1)
             )
         return pieces
+
+    def _mask(self, inputs: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        mask, growing = given["attention_mask"], [state for state in self.spec if state.growth == "append"]
+        if not self.is_own or not growing:
+            return mask
+        axis = growing[0].shape.index("past_sequence_length")
+        return with_columns(mask, inputs, given[growing[0].past].shape[axis])
 
     @property
     def _splits(self) -> bool:
@@ -301,28 +349,6 @@ class WholeSource:
             [main] = stamp(fragments[f"{kind} head"], [main], "", lowering, plan)
         for value, slot in zip([main, *rest], self._outputs(kind), strict=True):
             builder.output(value, slot.name, slot.dtype, slot.shape)
+        products_first(builder)
         builder.drop_unused(["position_ids"])
         return builder.model()
-
-
-_SIZES = {
-    "batch_size": 2, "sequence_length": 5, "past_sequence_length": 3, "total_sequence_length": 8,
-    "encoder_sequence_length": 7,
-}  # fmt: skip
-
-
-def _example(slot: Slot, kind: GraphKind) -> Tensor:
-    sizes = _SIZES | ({"total_sequence_length": 4} if kind == "decode" else {})
-    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in slot.shape]
-    return (
-        torch.ones(shape, dtype=torch.int64)
-        if slot.dtype == INT64
-        else torch.zeros(shape, dtype=torch_dtype(slot.dtype))
-    )
-
-
-@torch.no_grad()
-def _check_state_count(piece: Piece, wanted: int) -> None:
-    count = len(piece.run(*piece.inputs)) - 1  # type: ignore[arg-type]
-    if count != wanted:
-        raise ModuleError(f"the module's forward returns {count} state tensors, its state_spec has {wanted}")

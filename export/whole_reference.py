@@ -2,64 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..tfm_model.state import StateSpec
-from ..tfm_model.transformer import Outputs, Transformer
+from ..tfm_model.transformer import Transformer
 from .arithmetic import EXACT, Arithmetic
-from .cases import Case
+from .cases import Case, Run
+from .held_module import HeldModule
 from .layout import BlockLayout
-from .reference import CaseOutputs, Pasts, by_element, real, start, written
-from .rounded import round_inputs
+from .own_calls import OwnModule
+from .reference import Array, CaseOutputs, Pasts, Way, by_element, encoded_elements, real, start, written
+from .rounded import RoundedInputs
 from .signature import Signature
+from .user_code import users_code
 
 SMALL = 10**7  # numbers: a model of fewer is sampled thrice; larger ones have more outputs, and longer runs
 
 
-class WholeModel(Protocol):
-    """A model that is run whole: a Transformer, or a user's own module behind `OwnModule`."""
-
-    def state_spec(self) -> StateSpec: ...
-
-    def encode(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Outputs: ...
-
-    def step(
-        self,
-        inputs: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        state: list[Tensor],
-        encoder_attention_mask: Tensor | None = None,
-    ) -> Outputs: ...
-
-    def to(self, dtype: torch.dtype) -> WholeModel: ...
-
-    def eval(self) -> WholeModel: ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
+WholeModel = Transformer | OwnModule
 
 
 class WholeReference:
     def __init__(
         self,
-        build: Callable[[], WholeModel],
+        held: HeldModule[WholeModel],
         signature: Signature,
         spec: StateSpec,
         precision: torch.dtype,
-        size: int,  # how many numbers it has
+        read: Callable[[str], Tensor],  # a quantised matrix as the bundle has it, by the module's name for it
         layouts: Mapping[str, BlockLayout],  # of the matrices that are quantised
     ) -> None:
-        self._layouts = layouts
-        self._build, self.signature, self.spec, self.precision = build, signature, spec, precision
-        self.samples = 3 if size < SMALL else 1
+        self._held, self._read, self._layouts = held, read, layouts
+        self.signature, self.spec, self.precision = signature, spec, precision
+        self.size, self.samples = held.size, 3 if held.size < SMALL else 1
 
     def steps(self, cases: Sequence[Case]) -> int:
         return len(cases)
+
+    def run_ways(
+        self, cases: Sequence[Case], pasts: Pasts | None, ways: Sequence[Way], progress: Callable[[], None]
+    ) -> Iterator[list[CaseOutputs]]:
+        found = [self.run(cases, pasts, way.dtype, progress, way.sample, way.arithmetic) for way in ways]
+        yield from map(list, zip(*found, strict=True))
 
     @torch.no_grad()
     def run(
@@ -71,21 +62,42 @@ class WholeReference:
         sample: int = 0,
         arithmetic: Arithmetic = EXACT,
     ) -> list[CaseOutputs]:
-        model = self._build().to(self.precision)
-        if sample:
-            nudge(model, sample)
-        model = model.to(dtype).eval()
-        if arithmetic.activations == "int8" and isinstance(model, Transformer):
-            named = model.named_parameters(
-                remove_duplicate=False
-            )  # a tied matrix has two names, and one layout
-            layouts = {id(weight): self._layouts[name] for name, weight in named if name in self._layouts}
-            round_inputs(model, lambda name: layouts.get(id(model.get_parameter(name))))
         results = []
-        for case in cases:
-            results.append(self._run_case(model, case, pasts, dtype))
-            progress()
+        rounds = self._rounded_inputs() if arithmetic.activations == "int8" else contextlib.nullcontext()
+        with self.model(dtype, sample) as model, rounds:
+            for case in cases:
+                results.append(self._run_case(model, case, pasts, dtype))
+                progress()
         return results
+
+    @torch.no_grad()
+    def plain(self, cases: Sequence[Case], dtype: torch.dtype) -> list[Array] | None:
+        """What the plain forward gives for the same sequences, where the module names one as its `reference`."""
+        with self.model(dtype) as model:
+            if not isinstance(model, OwnModule) or not model.has_reference:
+                return None
+            results = []
+            for case in cases:
+                inputs = [torch.from_numpy(run.inputs) for run in case.runs]
+                wide = [part.to(dtype) if part.is_floating_point() else part for part in inputs]
+                with users_code(f"reference of {type(model.own).__name__} failed", model, dtype):
+                    results.append(np.asarray(model.reference(wide).numpy()))
+            return results
+
+    def model(self, dtype: torch.dtype, sample: int = 0) -> AbstractContextManager[WholeModel]:
+        """The module with its weights as the bundle has them, rounded to its precision, then widened."""
+        random = torch.Generator().manual_seed(sample)
+
+        def convert(name: str, tensor: Tensor) -> Tensor:
+            weight = (self._read(name) if name in self._layouts else tensor).to(self.precision)
+            if sample and name in self._held.persistent:
+                weight = half_nudged(weight, random)
+            return weight.to(dtype)
+
+        return self._held.converted(convert)
+
+    def _rounded_inputs(self) -> RoundedInputs:
+        return RoundedInputs(lambda weight: self._layouts.get(self._held.name_of(weight) or ""))
 
     def _run_case(
         self, model: WholeModel, case: Case, pasts: Pasts | None, dtype: torch.dtype
@@ -101,16 +113,21 @@ class WholeReference:
             inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
             mask = None if run.attention_mask is None else torch.from_numpy(run.attention_mask)
             if run.graph == "encode":
-                outputs = model.encode(inputs, mask)
+                with self._called(model, case, run, dtype):
+                    outputs = model.encode(inputs, mask)
                 source_mask, fixed = mask, outputs.state
-                extra = [by_element(np.asarray(part.numpy()), run) for part in fixed]
+                known = [state for state in self.spec if state.growth == "fixed"]
+                extra = [
+                    encoded_elements(np.asarray(part.numpy()), spec, run)
+                    for part, spec in zip(fixed, known, strict=True)
+                ]
                 names = self.signature.encoder_map_names
             else:
                 assert mask is not None
                 positions = torch.from_numpy(run.position_ids)
-                outputs = model.step(
-                    inputs, mask, positions, interleaved(self.spec, state, fixed), source_mask
-                )
+                whole = interleaved(self.spec, state, fixed)
+                with self._called(model, case, run, dtype):
+                    outputs = model.step(inputs, mask, positions, whole, source_mask)
                 state = outputs.state
                 extra = [written(part, spec, run) for part, spec in zip(state, moving, strict=True)]
                 names = self.signature.map_names
@@ -124,14 +141,18 @@ class WholeReference:
             )
         return result
 
+    @staticmethod
+    def _called(model: WholeModel, case: Case, run: Run, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """What a user's own module raises in the gate."""
+        if isinstance(model, Transformer):
+            return contextlib.nullcontext()
+        return users_code(f"in the gate's case '{case.name}', {run.graph}", model, dtype)
 
-def nudge(model: WholeModel, seed: int) -> None:
-    """Move each weight by up to half a step of its precision, so that some become their neighbours."""
-    random = torch.Generator().manual_seed(seed)
-    for tensor in model.state_dict().values():
-        if tensor.is_floating_point():
-            noise = torch.rand(tensor.shape, generator=random, dtype=torch.float64) - 0.5
-            tensor.copy_(tensor.double() * (1 + noise * torch.finfo(tensor.dtype).eps))
+
+def half_nudged(weight: Tensor, random: torch.Generator) -> Tensor:
+    """Each number moved by up to half a step of its precision, so that some become their neighbours."""
+    noise = torch.rand(weight.shape, generator=random, dtype=torch.float64) - 0.5
+    return (weight.double() * (1 + noise * torch.finfo(weight.dtype).eps)).to(weight.dtype)
 
 
 def interleaved(spec: StateSpec, moving: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:

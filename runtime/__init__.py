@@ -20,18 +20,23 @@ if TYPE_CHECKING:
     from .loading import load as load
     from .model import Model as Model
     from .model import Result as Result
-    from .sampling import SamplingOptions as SamplingOptions
+    from .sampling_options import SamplingOptions as SamplingOptions
 
 _HOMES = {
     "Bundle": "bundle",
     "Model": "model",
     "Result": "model",
-    "SamplingOptions": "sampling",
+    "SamplingOptions": "sampling_options",
     "Statistics": "generate",
     "Step": "generate",
     "load": "loading",
 }
 __all__ = ["Bundle", "Model", "Result", "SamplingOptions", "Statistics", "Step", "load"]
+
+
+def __dir__() -> list[str]:
+    """With what is imported late, so that help(tfmx.runtime) has it."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

@@ -17,7 +17,7 @@ from .device_choice import DeviceLogits
 from .encoder import Encoded
 from .engine import CHUNK, Graphs, HostLogits, IntArray, Logits, Row, Wiring, check_room
 from .inputs import Array, pad_left
-from .manifest import StateInfo
+from .manifest import BundleError, StateInfo
 from .session import NUMPY_DTYPES, Session, ort_device, ort_value
 
 _SHRINK_FROM = 128  # columns: a shorter prefill leaves little in the arena
@@ -61,6 +61,15 @@ class AppendEngine:
         main = outputs[-1] if self._wiring.last_only else np.concatenate(outputs)
         maps = [value.numpy()[0] for value in runs[-1][1:]]
         return {self._wiring.output: main, **dict(zip(extras, maps, strict=True))}
+
+    def held(self) -> list[Array]:
+        """Of each state that grows what every token wrote, on the host: (tokens, numbers), row after row."""
+        real = self._mask == 1
+        return [
+            np.moveaxis(value.numpy(), state.axis, 1)[real].reshape(sum(self.lengths), -1)
+            for state, (value, _) in zip(self._states, self._past, strict=True)
+            if state.growth == "append"
+        ]
 
     def keep(self, rows: Sequence[int]) -> None:
         index = list(rows)
@@ -141,6 +150,7 @@ class AppendEngine:
             [*[self._here] * len(carried), place, *[self._host] * len(extras)],
             shrink=shrink,
         )
+        self._check_columns(session, found[len(carried)].shape(), len(data))
         presents = iter(found)
         self._past = [
             past if state.growth == "fixed" else (next(presents), None)
@@ -148,6 +158,14 @@ class AppendEngine:
         ]
         self._mask = mask[:, :0] if self._wiring.new_mask else mask
         return found[len(carried) :]
+
+    def _check_columns(self, session: Session, shape: list[int], batch: int) -> None:
+        """What a graph says of its outputs, onnxruntime only warns of."""
+        if len(shape) != 3 or shape[0] != batch or shape[1] < 1 or shape[2] != self._wiring.size:
+            raise BundleError(
+                f"{session.info.file} gave {self._wiring.output} of the shape {shape}, "
+                f"expected [{batch}, 1 or more, {self._wiring.size}]"
+            )
 
     def _result(self, output: Any) -> Logits:
         B, T, V = output.shape()

@@ -13,15 +13,23 @@ Outputs = dict[str, Array]
 
 
 def apply_encoder(graphs: Graphs, rows: Sequence[Array]) -> list[Outputs]:
-    """All rows in one run; each without its pads."""
+    """All rows, each without its pads: in one run, or those of one length in one where the graph cannot see pads."""
     manifest = graphs.manifest
     names = [manifest.outputs.name, *manifest.extras("encode")]
-    encoded = encode(graphs, rows, names)
-    arrays = {name: value.numpy() for name, value in encoded.outputs.items()}
-    return [
-        {name: without_pads(array, encoded.mask, row) for name, array in arrays.items()}
-        for row in range(len(rows))
-    ]
+    found: dict[int, Outputs] = {}
+    for group in _together(rows, can_pad=manifest.sees_pads):
+        encoded = encode(graphs, [rows[index] for index in group], names)
+        arrays = {name: value.numpy() for name, value in encoded.outputs.items()}
+        for place, index in enumerate(group):
+            found[index] = {name: without_pads(array, encoded.mask, place) for name, array in arrays.items()}
+    return [found[index] for index in range(len(rows))]
+
+
+def _together(rows: Sequence[Array], *, can_pad: bool) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(0 if can_pad else len(row), []).append(index)
+    return list(groups.values())
 
 
 def apply_decoder(graphs: Graphs, row: Array) -> Outputs:

@@ -160,10 +160,10 @@ def _check_kind(manifest: Manifest) -> None:
 
 
 def _lengths(manifest: Manifest, wanted: tuple[int, ...] | None) -> list[int]:
-    most = manifest.max_context - STEPS - 1
+    most = manifest.max_context - STEPS  # of a prefill and STEPS steps: their last token is never run
     if most < 1:
         raise BenchInputError(
-            f"the bundle's context is {manifest.max_context}, too short to measure; wanted at least {STEPS + 2}"
+            f"the bundle's context is {manifest.max_context}, too short to measure; wanted at least {STEPS + 1}"
         )
     if wanted is None:
         return [length for length in LENGTHS if length <= most] or [most]
@@ -171,14 +171,14 @@ def _lengths(manifest: Manifest, wanted: tuple[int, ...] | None) -> list[int]:
         if not 1 <= length <= most:
             raise BenchInputError(
                 f"--lengths has {length}; wanted 1 to {most:,}: the context holds {manifest.max_context:,} tokens, "
-                f"and {STEPS + 1} are decoded behind them"
+                f"and {STEPS} are decoded behind them"
             )
     return sorted(set(wanted))
 
 
 def _check_memory(bundle: Bundle, length: int, batch: int) -> None:
     """A machine that swaps measures nothing, and says so late."""
-    cache = batch * state_bytes(bundle.manifest, length + STEPS + 1)
+    cache = batch * state_bytes(bundle.manifest, length + STEPS)
     needed = cache + sum(info.size for info in bundle.manifest.files.values())
     there = total_memory()
     if there is not None and needed > there:

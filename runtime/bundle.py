@@ -1,7 +1,7 @@
 """A bundle: the folder that export writes and the runtime opens.
 
 Opening checks everything that onnxruntime does not: that each file is there, is a plain file and has the
-size and sha256 that the manifest gives, that nothing else lies in the folder, and that the graphs contain
+size and sha256 that the manifest gives, that nothing else that could be read lies in the folder, and that the graphs contain
 only what the exporter emits. The graphs are kept as the bytes that were checked; the weights are mapped by
 onnxruntime from their path, so replace a bundle by renaming a new folder over it, never by writing into it.
 `open` does all of it; `look` leaves to the caller what it does not need, or does beside other work.
@@ -33,6 +33,7 @@ from .manifest import (
     StateInfo,
     TensorInfo,
 )
+from .unlisted import is_ignored
 
 __all__ = [
     "FORMAT",
@@ -55,7 +56,11 @@ __all__ = [
 ]
 
 _BLOCK = 1 << 18  # bytes hashed at a time: they stay in the cache, and a longer buffer takes time to be made
-_SMALL_FILE = 1 << 30  # a graph or text file over this is not read into memory
+_LARGEST_MANIFEST = (
+    16 << 20
+)  # bytes; SmolLM2's has 0.2 MB, and as objects JSON takes up to 25 times as much memory
+_SMALL_FILES = 1 << 30  # of all files but the weights together: they are read into memory
+_PADDING = 16 << 20  # of the weights: less than 4096 bytes a tensor
 
 
 class BundleNotFoundError(InputError):
@@ -68,6 +73,7 @@ class Bundle:
 
     path: Path
     manifest: Manifest
+    unlisted: tuple[str, ...]  # names beside the manifest's that nothing reads
     checked: bool  # whether sha256 sums are to be checked, each when its file is read or by `check_sums`
     _graphs: dict[str, tuple[bytes, GraphSummary]]  # those that were asked for
 
@@ -76,17 +82,36 @@ class Bundle:
         """The manifest, and whether the folder has its files. The rest is checked when it is asked for."""
         folder = Path(path)
         manifest = _read_manifest(folder)
-        _check_listing(folder, manifest)
-        return cls(path=folder, manifest=manifest, checked=check, _graphs={})
+        unlisted = _check_listing(folder, manifest)
+        return cls(path=folder, manifest=manifest, unlisted=unlisted, checked=check, _graphs={})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, check: bool = True) -> Bundle:
         """All is checked. `check=False` skips only the sha256 sums (0.7 s a GiB), not sizes, names or graphs."""
         bundle = cls.look(path, check=check)
-        bundle.check_sums()
         for role in bundle.manifest.graphs:
             bundle.graph(role)
+        bundle.check_weights_size()
+        bundle.check_sums()
         return bundle
+
+    def check_weights_size(self) -> None:
+        """Refuse weights that no graph asks for before a byte of them is read: a file of 1 TB costs nothing to make.
+
+        The graphs that were audited already are asked first; the others only if they do not explain the size.
+        """
+        weights = self.manifest.files.get(WEIGHTS)
+        if weights is None:
+            return
+        found = 0
+        for role in sorted(self.manifest.graphs, key=lambda role: role not in self._graphs):
+            found += self.summary(role).initializer_bytes
+            if weights.size <= found + _PADDING:
+                return
+        raise BundleError(
+            f"{self.path / WEIGHTS} has {weights.size:,} bytes, but the graphs' tensors take {found:,}; "
+            "copy or export it again"
+        )
 
     def check_sums(self) -> None:
         """Every file's sha256, unless the bundle was opened with `check=False`."""
@@ -143,7 +168,7 @@ def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not os.path.lexists(path):
         raise BundleNotFoundError(f"{folder} has no {MANIFEST}, so it is no bundle; `tfmx export` writes one")
-    if _plain_size(path) > _SMALL_FILE:
+    if _plain_size(path) > _LARGEST_MANIFEST:
         raise BundleError(f"{path} is too large to be a manifest")
     try:
         data = path.read_bytes()
@@ -157,7 +182,14 @@ def _read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def _check_listing(folder: Path, manifest: Manifest) -> None:
+def _check_listing(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """The files are those of the manifest, by name, kind and size (nothing is read yet); and the names of those that nothing reads."""
+    small = {name: info.size for name, info in manifest.files.items() if name != WEIGHTS}
+    if sum(small.values()) > _SMALL_FILES:
+        name = max(small, key=lambda name: small[name])
+        raise BundleError(
+            f"{folder / name} has {small[name]:,} bytes; the files beside {WEIGHTS} may have {_SMALL_FILES:,} together"
+        )
     for name, info in manifest.files.items():
         path = folder / name
         if not os.path.lexists(path):
@@ -167,9 +199,12 @@ def _check_listing(folder: Path, manifest: Manifest) -> None:
             raise BundleError(
                 f"{path} has {size} bytes, the manifest says {info.size}; copy or export it again"
             )
-    for name in sorted(entry.name for entry in folder.iterdir()):
-        if name != MANIFEST and name not in manifest.files:
-            raise BundleError(f"{folder / name} is not part of the bundle; remove it")
+    with os.scandir(folder) as entries:
+        others = [entry for entry in entries if entry.name != MANIFEST and entry.name not in manifest.files]
+        foreign = sorted(entry.name for entry in others if not is_ignored(entry))
+    if foreign:
+        raise BundleError(f"{folder / foreign[0]} is not part of the bundle; remove it")
+    return tuple(sorted(entry.name for entry in others))
 
 
 def _plain_size(path: Path) -> int:
@@ -180,8 +215,6 @@ def _plain_size(path: Path) -> int:
 
 
 def _read(path: Path, info: FileInfo, *, check: bool) -> bytes:
-    if info.size > _SMALL_FILE:
-        raise BundleError(f"{path} has {info.size} bytes, too large for a file of its kind")
     try:
         data = path.read_bytes()
     except OSError as error:

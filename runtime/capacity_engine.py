@@ -121,6 +121,15 @@ class CapacityEngine:
             raise
         return {self._wiring.output: output[0]}
 
+    def held(self) -> list[npt.NDArray[Any]]:
+        """Of each state that grows what every token wrote, on the host: (tokens, numbers), row after row."""
+        found = []
+        for buffer, axis in zip(self._buffers, self._axes, strict=True):
+            by_slot = np.moveaxis(buffer.to_host(), axis, 1)  # (B, C, ...)
+            rows = [row[:length] for row, length in zip(by_slot, self.lengths, strict=True)]
+            found.append(np.concatenate(rows).reshape(sum(self.lengths), -1))
+        return found
+
     def keep(self, rows: Sequence[int]) -> None:
         for buffer, axis in zip(self._buffers, self._axes, strict=True):
             buffer.keep(axis, list(rows), self.lengths)

@@ -22,9 +22,8 @@ from typing import Any, BinaryIO, cast
 
 from . import template_worker
 from .bundle import Bundle
+from .messages import Messages, read_messages
 from .tokenizer import PromptError, Tokenizer
-
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else the template reads
 
 RENDER_SECONDS = 2.0
 START_SECONDS = 20.0  # on a busy machine
@@ -42,16 +41,15 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
         """The messages as one text. `add_generation_prompt`: with the beginning of the assistant's answer."""
-        check_messages(messages, tools)
         variables = {
             **self._special_tokens,
-            "messages": list(messages),
+            "messages": read_messages(messages, tools),
             "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -61,19 +59,17 @@ class ChatTemplate:
     def encode(
         self,
         tokenizer: Tokenizer,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """The messages as ids. Special tokens come from the template alone: in a message they stay text."""
-        check_messages(messages, tools)
-        marker = _Marker(
-            tokenizer.specials, self._source + json.dumps([list(messages), tools], ensure_ascii=False)
-        )
+        given = read_messages(messages, tools)
+        marker = _Marker(tokenizer.specials, self._source + json.dumps([given, tools], ensure_ascii=False))
         masked = [
-            {key: value if key == "role" else marker.mask(value) for key, value in m.items()}
-            for m in messages
+            {key: value if key == "role" else marker.mask(value) for key, value in message.items()}
+            for message in given
         ]
         text = self.render(masked, tools=marker.mask(tools), add_generation_prompt=add_generation_prompt)
         if not marker.used:  # the usual case, and exactly what transformers does
@@ -131,18 +127,6 @@ class _Marker:
         masked = masked[:start] + head + body + tail + masked[start + len(body) :]
         self.used = self.used or masked != text
         return masked
-
-
-def check_messages(messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
-    if not messages:
-        raise PromptError("there are no messages")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise PromptError(f"message {index} needs a role and a content, found {str(message)[:60]!r}")
-    try:
-        json.dumps([list(messages), tools])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"messages and tools must be plain data: {error}") from error
 
 
 # --- the process -----------------------------------------------------------------------------------------

@@ -46,28 +46,39 @@ class Detokenizer:
 
 
 class StopTexts:
-    """Passes text on until one of the stop texts comes, holding back what could be the beginning of one."""
+    """Passes text on up to where the first stop text begins, holding back what could be the beginning of one.
+
+    The earliest beginning counts, in however many pieces the text comes: while a stop text that began earlier may
+    still be completed, one that is complete already waits. Of those that begin together the shortest ends the answer.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._held = ""  # begins where a stop text may have begun
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to give out, and whether a stop text was met (nothing comes after it)."""
         if not self._stops:
             return text, False
         text = self._held + text
-        places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        if places:
+        met = self._first(text)
+        begun = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        if met is not None and met <= begun:
             self._held = ""
-            return text[: min(places)], True
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+            return text[:met], True
+        self._held = text[begun:]
+        return text[:begun], False
 
-    def flush(self) -> str:
+    def flush(self) -> tuple[str, bool]:
+        """The same at the end of the text: what has only begun will not be completed."""
         held, self._held = self._held, ""
-        return held
+        met = self._first(held)
+        return (held, False) if met is None else (held[:met], True)
+
+    def _first(self, text: str) -> int | None:
+        """Where the first of the stop texts that `text` has begins."""
+        places = (text.find(stop) for stop in self._stops)
+        return min((place for place in places if place >= 0), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -67,9 +67,7 @@ class DeviceLogits:
             "ids": ids,
             "penalty": penalty,
             "minus": minus,
-            "inverse_temperature": np.asarray(
-                1 if is_greedy else 1 / max(options.temperature, 1e-30), np.float32
-            ),
+            "inverse_temperature": np.asarray(1 if is_greedy else 1 / options.temperature, np.float32),
             "top_k": np.asarray([1 if is_greedy else min(options.top_k or V, V)], np.int64),
             "top_p": np.asarray(options.top_p, np.float32),
             "min_p": np.asarray(options.min_p, np.float32),

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .. import InputError, TfmxError
+from .address_space import AddressSpaceError, lacks_memory, require_address_space
+from .extras import install_advice
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 DeviceName = Literal["cpu", "cuda", "auto"]
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_IMPORT = 64 << 20  # bytes of address space; with less than the 36 that it takes it complains on stderr
 _WARNING, _FATAL = 2, 4  # onnxruntime's log severities; failures reach us as exceptions, once
 _GQA = "com.microsoft.GroupQueryAttention"
 _TILES_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
@@ -40,6 +43,7 @@ PROBE_MODEL = bytes.fromhex(
 _HEAVY_OPS = frozenset(
     {
         "Attention",
+        "Conv",
         "Gemm",
         "GroupQueryAttention",
         "LSTM",
@@ -92,12 +96,18 @@ def choose_device(wanted: DeviceName, bundle: Bundle | None = None) -> Device:
 
 def import_onnxruntime() -> Any:
     """The module `onnxruntime`, or an error that says what to install."""
+    if "onnxruntime" not in sys.modules:
+        require_address_space(_IMPORT, "onnxruntime")
     try:
         import onnxruntime
     except ImportError as error:
+        if lacks_memory(error):
+            raise AddressSpaceError(
+                f"there is not enough memory to load onnxruntime ({_one_line(error)})"
+            ) from error
         raise OnnxRuntimeMissingError(
-            f"onnxruntime cannot be imported ({_one_line(error)}); "
-            "`pip install 'tfmx[cpu]'`, or 'tfmx[cuda]' for an NVIDIA GPU"
+            f"onnxruntime cannot be imported ({_one_line(error)}); {install_advice('cpu')}, "
+            "with [cuda] instead for an NVIDIA GPU"
         ) from error
     return onnxruntime
 
@@ -123,16 +133,16 @@ def _package_problem() -> str | None:
     if len(installed) == 2:
         return (
             "both onnxruntime and onnxruntime-gpu are installed, and they overwrite each other's files; "
-            "`pip uninstall onnxruntime onnxruntime-gpu`, then `pip install 'tfmx[cuda]'`"
+            f"`pip uninstall onnxruntime onnxruntime-gpu`, then {install_advice('cuda')}"
         )
     if _PROVIDERS["cuda"] in import_onnxruntime().get_available_providers():
         return None
     if installed == ["onnxruntime"]:
         return (
             "the installed onnxruntime is the CPU package; "
-            "`pip uninstall onnxruntime`, then `pip install 'tfmx[cuda]'`"
+            f"`pip uninstall onnxruntime`, then {install_advice('cuda')}"
         )
-    return "the installed onnxruntime was built without CUDA; `pip install 'tfmx[cuda]'` in a new environment"
+    return f"the installed onnxruntime was built without CUDA; in a new environment, {install_advice('cuda')}"
 
 
 def _driver_problem() -> str | None:
@@ -166,7 +176,7 @@ def _library_problem() -> str | None:
     ]
     if failures:
         names = ", ".join(line.partition(":")[0] for line in failures)
-        return f"CUDA libraries are missing ({names}); `pip install 'tfmx[cuda]'` brings them"
+        return f"CUDA libraries are missing ({names}); they come with {install_advice('cuda')}"
     return None
 
 

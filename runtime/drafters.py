@@ -91,18 +91,19 @@ class DraftModel:
 
     def read(self, tokens: Sequence[int]) -> None:
         self._text.extend(tokens)
-        if len(tokens) > 1 and len(self._text) < self._context:  # a prompt: at once, but for its last token
+        if len(tokens) > 1 and len(self._text) <= self._context:  # a prompt: at once, but for its last token
             self._forget()
             if new := self._text[len(self._held) : -1]:
                 self._append(new)
 
     def trust(self) -> int:
-        return _MODEL if len(self._text) < self._context else 0
+        return _MODEL if len(self._text) <= self._context else 0
 
     def draft(self, count: int) -> list[int]:
         self._forget()
         guess = [self._append(self._text[len(self._held) :])]
-        while len(guess) < min(count, self._context - len(self._text)):
+        room = self._context - len(self._text) + 1  # the last guess is never run, so it needs no position
+        while len(guess) < min(count, room):
             guess.append(self._append(guess[-1:]))
         return guess
 

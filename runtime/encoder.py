@@ -1,4 +1,4 @@
-"""Runs the encode graph: whole inputs at once, padded on the left where they are ragged."""
+"""Runs the encode graph: whole inputs at once, padded on the left where they are ragged (and the graph can tell)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ class Encoded:
 
 
 def encode(graphs: Graphs, rows: Sequence[Array], outputs: Sequence[str]) -> Encoded:
-    """Run rows (as `InputReader` gives them), for these outputs; fixed states stay on the device."""
+    """Run rows (as `InputReader` gives them), for these outputs; fixed states stay on the device.
+
+    Rows of one length, where the graph cannot see pads.
+    """
     info = graphs.manifest.inputs
-    if info.image is None:
+    if graphs.manifest.sees_pads:
         data, mask = pad_left(rows, info.shape, rows[0].dtype)
     else:
         data, mask = np.stack(rows), np.zeros((len(rows), 0), np.int64)
@@ -38,7 +41,7 @@ def encode(graphs: Graphs, rows: Sequence[Array], outputs: Sequence[str]) -> Enc
         [ort_value(array, host) for array in feeds.values()],
         list(outputs),
         [here if name in fixed else host for name in outputs],
-        shrink=info.image is not None or mask.shape[1] >= _SHRINK_FROM,
+        shrink=info.image is not None or data.shape[1] >= _SHRINK_FROM,
     )
     values = dict(zip(outputs, found, strict=True))
     lengths = [values[name].shape()[state.axis] for name, state in fixed.items()]

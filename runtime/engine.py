@@ -15,16 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import TfmxError
+from .address_space import require_address_space
 from .bundle import Bundle
 from .device_choice import Drawn, open_chooser
 from .devices import Device
 from .manifest import BundleError, Manifest
+from .memory import estimate_memory
 from .sampling import Draw, SamplingOptions, largest
 from .session import NUMPY_DTYPES, Session
 
 if TYPE_CHECKING:
     from .encoder import Encoded
 
+_SESSIONS = 96 << 20  # bytes of address space besides the weights: threads, and a small model's graph (30)
 CHUNK = 256  # tokens a prefill run: 512 are no faster, and leave 45 MB more in the arena (135M parameters)
 
 FloatArray = npt.NDArray[np.float32]
@@ -56,6 +59,8 @@ class Graphs:
         self._lock = threading.Lock()
         for role in bundle.manifest.used_graphs:
             bundle.graph(role)  # audited now: a fault shows at once
+        # at least: weights are mapped piece by piece while they are packed, and what lacks then onnxruntime says itself
+        require_address_space(_SESSIONS + estimate_memory(bundle).packed, "loading the graphs")
         for role in ("encode", "prefill"):  # what every input goes through
             if role in bundle.manifest.graphs:
                 self.session(role)

@@ -17,6 +17,7 @@ from .detokenizer import Detokenizer, StopTexts
 from .engine import Engine, Logits
 from .manifest import Manifest
 from .sampling import Choice, Sampler, SamplingOptions, largest
+from .tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -48,6 +49,22 @@ class Statistics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """A token and its log-probability, the model's own."""
+
+    token_id: int
+    logprob: float
+    token_bytes: (
+        bytes | None
+    )  # what it stands for, exactly: it may be a part of a character; None without tokenizer
+
+    @property
+    def text(self) -> str | None:
+        """The same as far as it is text; what is not, as U+FFFD."""
+        return None if self.token_bytes is None else self.token_bytes.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One new token of one row."""
 
@@ -55,8 +72,8 @@ class Step:
     token_id: int
     text: str  # what this token makes final; "" inside a character, or while a stop text may be beginning
     finish_reason: FinishReason | None  # "stop": end token or stop text; "length": max_new_tokens or context
-    logprob: float | None  # the model's own, when asked for
-    top_logprobs: tuple[tuple[int, float], ...]
+    logprob: TokenLogprob | None  # of this token, when asked for
+    top_logprobs: tuple[TokenLogprob, ...]  # of the likeliest, likeliest first
     seed: int  # gives the same tokens again
     statistics: Statistics
 
@@ -69,8 +86,8 @@ class Result:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
-    logprobs: tuple[float | None, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...]
     seed: int
     statistics: Statistics  # of the whole batch
 
@@ -86,26 +103,38 @@ class Row:
     stop_ids: frozenset[int]
     detokenizer: Detokenizer | None  # None: ids only
     stop_texts: StopTexts
+    spell: Callable[[int], bytes | None] | None = None  # a token's bytes
     token_ids: list[int] = field(default_factory=list)  # the answer so far
 
     @property
     def end(self) -> int:
-        """How many tokens it will have at most, with the prompt's."""
+        """How many tokens it will have at most, with the prompt's; all but the last are run."""
         return len(self.prompt_ids) + self.limit
+
+    def named(self, token_id: int, logprob: float) -> TokenLogprob:
+        token_bytes = self.spell(token_id) if self.spell else None
+        return TokenLogprob(token_id=token_id, logprob=logprob, token_bytes=token_bytes)
 
     def accept(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Add a token; gives the text that became final and whether the row is done."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids:
-            return self._rest(), "stop"
-        text, stopped = self.stop_texts.push(self.detokenizer.push(token_id) if self.detokenizer else "")
-        if stopped:
-            return text, "stop"
-        return (text + self._rest(), "length") if len(self.token_ids) >= self.limit else (text, None)
+        ended, text = token_id in self.stop_ids, ""
+        if not ended:
+            text, stopped = self.stop_texts.push(self.detokenizer.push(token_id) if self.detokenizer else "")
+            if stopped:
+                return text, "stop"
+            if len(self.token_ids) < self.limit:
+                return text, None
+        rest, stopped = self._rest()
+        return text + rest, "stop" if ended or stopped else "length"
 
-    def _rest(self) -> str:
+    def _rest(self) -> tuple[str, bool]:
+        """The text that was held back, and whether a stop text ends it."""
         text, stopped = self.stop_texts.push(self.detokenizer.flush() if self.detokenizer else "")
-        return text if stopped else text + self.stop_texts.flush()
+        if stopped:
+            return text, True
+        held, stopped = self.stop_texts.flush()
+        return text + held, stopped
 
 
 def make_row(
@@ -114,12 +143,10 @@ def make_row(
     prompt_ids: list[int],
     options: SamplingOptions,
     seed: int,
-    decode: Callable[[Sequence[int]], str] | None,
+    tokenizer: Tokenizer | None,
     context: Sequence[int],
 ) -> Row:
-    room = max(
-        manifest.max_context - len(prompt_ids), 1
-    )  # a full context still has the logits of one more token
+    room = manifest.max_context - len(prompt_ids) + 1  # the last token is never run, so it needs no position
     own_stops = () if options.ignore_eos else manifest.generation.eos_token_ids
     return Row(
         index=index,
@@ -127,8 +154,9 @@ def make_row(
         sampler=Sampler(options, prompt_ids, seed),
         limit=room if options.max_new_tokens is None else min(options.max_new_tokens, room),
         stop_ids=frozenset((*own_stops, *options.stop_token_ids)),
-        detokenizer=Detokenizer(decode, context) if decode else None,
+        detokenizer=Detokenizer(tokenizer.decode, context) if tokenizer else None,
         stop_texts=StopTexts(options.stop),
+        spell=tokenizer.token_bytes if tokenizer else None,
     )
 
 
@@ -240,8 +268,8 @@ def _make_step(
         token_id=choice.token_id,
         text=text,
         finish_reason=reason,
-        logprob=choice.logprob,
-        top_logprobs=choice.top_logprobs,
+        logprob=None if choice.logprob is None else row.named(choice.token_id, choice.logprob),
+        top_logprobs=tuple(row.named(token_id, logprob) for token_id, logprob in choice.top_logprobs),
         seed=seed,
         statistics=statistics,
     )

@@ -17,7 +17,7 @@ from .manifest import BundleError, GraphInfo, TensorInfo
 from .wire import WireError
 
 # how many constant inputs, from the second on, a session may copy, pre-packed
-_PACKED_OPS = {"MatMul": 1, "Gemm": 1, "com.microsoft.MatMulNBits": 1, "LSTM": 2}
+_PACKED_OPS = {"Conv": 1, "MatMul": 1, "Gemm": 1, "com.microsoft.MatMulNBits": 1, "LSTM": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import InputError
+from .extras import install_advice
 from .manifest import InputInfo
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def open_image(path: str | os.PathLike[str]) -> Image:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise ImageError("reading an image needs Pillow: `pip install 'tfmx[images]'`") from error
+        raise ImageError(f"reading an image needs Pillow; {install_advice('images')}") from error
     try:
         with Image.open(path) as image:
             image.load()

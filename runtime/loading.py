@@ -10,6 +10,7 @@ import importlib
 import os
 
 from .. import InputError
+from .address_space import free_address_space
 from .beside import Beside
 from .bundle import Bundle
 from .devices import DeviceName, choose_device
@@ -37,7 +38,10 @@ def load(
     chosen = choose_device(device, bundle)
     for role in bundle.manifest.used_graphs:
         bundle.graph(role)  # read and audited while there is one thread
+    bundle.check_weights_size()
     beside = Beside(lambda: _check_and_read_tokenizer(bundle))
+    if free_address_space() is not None:
+        beside.result()  # first: a tokenizer that gets no memory ends the process, whoever has taken it
     try:
         graphs = Graphs(bundle, chosen, threads=threads)
     except Exception:  # not Ctrl-C, which need not wait for the sums

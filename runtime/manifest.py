@@ -114,6 +114,12 @@ class Manifest:
         used = {"encode", "prefill"} | ({"decode"} if self.is_recurrent else set())
         return [role for role in self.graphs if role in used]
 
+    @property
+    def sees_pads(self) -> bool:
+        """Whether inputs of different lengths may run together: a graph without a mask would take pads for elements."""
+        graph = self.graphs["prefill" if self.kind == "decoder" else "encode"]
+        return graph.input("attention_mask") is not None
+
     def main_input(self, role: str) -> str:
         """What a graph reads: the user's input, or the tokens of the answer."""
         return self.inputs.name if role == "encode" or self.kind == "decoder" else INPUT_NAMES["tokens"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from .certificates import check_parity, check_quality
 from .manifest_parts import HIDDEN, MANIFEST, BundleError, Kind
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ _GRAPHS: dict[Kind, tuple[str, ...]] = {
     "encoder-decoder": ("encode", "prefill", "decode"),
 }
 _CHOOSERS = {"select", "sample"}
-_TEXTS = {"reference", "runtime", "text_sha256", "errors"}  # of the quality's certificate
-_COUNTS = {"tokens", "windows", "window"}
-_MOST = 1e300  # a figure: what is more, Python may not be able to print
+# what the runtime feeds besides the main input and the state, int64: how many dimensions each has
+_FED = {"attention_mask": 2, "position_ids": 2, "encoder_attention_mask": 2, "num_logits_to_keep": 0}
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -37,9 +37,8 @@ def check_manifest(manifest: Manifest) -> None:
         _check_outputs(manifest, role)
     for name in manifest.files:
         _check_bare_name(name)
-    for name, value in (manifest.quality or {}).items():
-        if not _fits_quality(name, value):
-            raise BundleError(f"{MANIFEST}: quality[{name[:60]!r}] is {repr(value)[:60]}, which cannot be")
+    check_parity(manifest.parity)
+    check_quality(manifest.quality)
 
 
 def _check_kind(manifest: Manifest) -> None:
@@ -58,8 +57,8 @@ def _check_kind(manifest: Manifest) -> None:
 
 def _check_sizes(manifest: Manifest) -> None:
     inputs, outputs = manifest.inputs, manifest.outputs
-    if manifest.max_context < 1 or (manifest.vocab_size is not None and manifest.vocab_size < 1):
-        raise BundleError(f"{MANIFEST}: vocab_size and max_context must be at least 1")
+    if not 1 <= manifest.max_context < 2**31 or (manifest.vocab_size is not None and manifest.vocab_size < 1):
+        raise BundleError(f"{MANIFEST}: vocab_size and max_context must be at least 1, and below 2^31")
     if manifest.vocab_size != (outputs.size if outputs.kind == "tokens" else None):
         raise BundleError(
             f"{MANIFEST}: vocab_size is {manifest.vocab_size}, but the outputs are {outputs.size} {outputs.kind}"
@@ -137,6 +136,11 @@ def _check_inputs(manifest: Manifest, role: str) -> None:
     if main is None or main.dtype != dtype or len(main.shape) < lead or main.shape[lead:] != tail:
         wanted = f" with {list(tail)} in each" if tail else ""
         raise BundleError(f"{MANIFEST}: the {role} graph must take {dtype} {name}{wanted}")
+    answers = (
+        role == "encode" and manifest.kind == "encoder"
+    )  # alone it may do without a mask: see `sees_pads`
+    if not is_image and not answers and manifest.graphs[role].input("attention_mask") is None:
+        raise BundleError(f"{MANIFEST}: the {role} graph must take attention_mask, or pads would count")
     known = {name} if is_image else {name, "attention_mask"}
     if role != "encode":
         known |= {"position_ids", *(entry.past for entry in manifest.state)}
@@ -145,6 +149,10 @@ def _check_inputs(manifest: Manifest, role: str) -> None:
     for tensor in manifest.graphs[role].inputs:
         if tensor.name not in known:
             raise BundleError(f"{MANIFEST}: the {role} graph takes {tensor.name}, which nothing gives it")
+        if tensor.name in _FED and (tensor.dtype, len(tensor.shape)) != ("int64", _FED[tensor.name]):
+            raise BundleError(
+                f"{MANIFEST}: the {role} graph must take int64 {tensor.name} of {_FED[tensor.name]} dimensions"
+            )
 
 
 def _check_outputs(manifest: Manifest, role: str) -> None:
@@ -158,6 +166,10 @@ def _check_outputs(manifest: Manifest, role: str) -> None:
     if answers and main.shape[-1] != manifest.outputs.size:
         raise BundleError(
             f"{MANIFEST}: {name} of the {role} graph must have {manifest.outputs.size} at its end"
+        )
+    if role != "encode" and main.shape[1] != 1 and not isinstance(main.shape[1], str):
+        raise BundleError(
+            f"{MANIFEST}: {name} of the {role} graph has {main.shape[1]} columns, expected 1 or as many as it is asked for"
         )
     known = {name, *(s.present for s in manifest.state if (s.growth == "fixed") == (role == "encode"))}
     for tensor in manifest.graphs[role].outputs:
@@ -187,22 +199,3 @@ def _check_bare_name(name: str) -> None:
     """Refuse a file name that could lead out of the bundle's folder, on any system."""
     if not name or name in {".", ".."} or name == MANIFEST or any(c in "/\\:\0" or ord(c) < 32 for c in name):
         raise BundleError(f"{MANIFEST} names the file {name!r}; a bundle's files have bare names")
-
-
-def _fits_quality(name: str, value: object) -> bool:
-    """Texts, counts and the largest difference have their names; all else is a figure with its error."""
-    if name in _TEXTS:
-        return isinstance(value, str)
-    if name in _COUNTS:
-        return type(value) is int and value >= 0
-    if name == "kl_max":
-        return _is_figure(value)
-    if not isinstance(value, dict):
-        return False
-    if name == "source":  # sha256 by file
-        return all(isinstance(digest, str) for digest in value.values())
-    return value.keys() == {"value", "error"} and all(map(_is_figure, value.values()))
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST

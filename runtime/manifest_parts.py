@@ -25,7 +25,7 @@ Growth = Literal["append", "capacity", "constant", "fixed"]
 InputKind = Literal["tokens", "vectors", "images"]
 OutputKind = Literal["tokens", "classes", "values", "embedding", "hidden"]
 
-_MATRIX = re.compile(r"int(4|8)-(16|32|64|128)(-zeros)?(-shifts)?")
+_MATRIX = re.compile(r"float|int(4|8)-(16|32|64|128)(-zeros)?(-shifts)?(-fine)?")
 
 ITEM_SIZES: dict[str, int] = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1}
 INPUT_NAMES: dict[InputKind, str] = {
@@ -190,7 +190,9 @@ class QuantInfo:
     weights: Literal["int8", "int4"]  # what was asked for
     rounding: Literal["nearest", "search", "smooth", "gptq", "kept"]  # kept: the checkpoint's own blocks
     activations: Literal["float", "int8"]  # int8: the inputs of quantised matrices are rounded as well
-    matrices: dict[str, str]  # each quantised matrix, such as int4-32, int8-32-zeros, int4-32-shifts
+    matrices: dict[
+        str, str
+    ]  # each matrix: int4-32, int4-32-zeros-fine (its inputs are rounded in two steps), float
 
     def __post_init__(self) -> None:
         for name, form in self.matrices.items():

@@ -12,10 +12,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from .. import InputError
+from .. import InputError, TfmxError
 from .apply import Outputs, apply_decoder, apply_encoder, apply_encoder_decoder
 from .bundle import Bundle
-from .chat import Message, open_template
+from .chat import open_template
 from .devices import Device
 from .draft_length import RunCosts
 from .drafters import Drafter
@@ -24,6 +24,7 @@ from .engine import Engine, Graphs, open_engine
 from .generate import Result, Row, Step, collect_results, make_row, run_rows
 from .inputs import Array, Input, InputReader, check_ids, whole_numbers
 from .manifest import Manifest
+from .messages import Messages
 from .sampling import SamplingOptions, fresh_seed
 from .speculation import Speculation, SpeculationError, SpeculativeEngine, check_speculation, open_drafter
 from .tokenizer import PromptError, Tokenizer
@@ -33,6 +34,10 @@ __all__ = ["Model", "Result"]
 _GREEDY = SamplingOptions()
 _ROOM = 256  # new tokens that a cache is first made for when no number is given
 _MOST_ROOM = 2048  # and when one is: the cache grows by itself, and a large one is prefilled in small chunks
+
+
+class ModelClosedError(TfmxError):
+    """The model was closed, and is asked for more."""
 
 
 class Model:
@@ -51,7 +56,17 @@ class Model:
         self._speculation: Speculation | None = None
         self._costs = RunCosts()
 
+    def __repr__(self) -> str:
+        manifest = self.manifest
+        numbers = manifest.dtype if manifest.quant is None else manifest.quant.weights
+        closed = ", closed" if self._graphs is None else ""
+        return (
+            f"<tfmx.Model {self._name}: {manifest.kind}, {manifest.target}, {numbers}, "
+            f"context {manifest.max_context:,}, on {self.device.kind}{closed}>"
+        )
+
     def __enter__(self) -> Self:
+        self._open_graphs()
         return self
 
     def __exit__(
@@ -60,8 +75,9 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Give the weights and caches back; generations under way may finish."""
-        self._graphs = self._kept = None
+        """Give the weights and caches back; answers that have begun may finish. A second time it does nothing."""
+        with self._lock:  # or an answer that ends just now could leave its cache behind
+            self._graphs = self._kept = None
 
     def speculate(self, speculation: Speculation | None) -> None:
         """From now on guess tokens and check several in one run, for single prompts; None ends it.
@@ -69,6 +85,7 @@ class Model:
         In float bundles the tokens stay the same; with 8-bit activations they may leave those of plain decoding. It pays where
         an answer repeats its prompt, or with a draft model.
         """
+        self._open_graphs()
         if speculation is not None:
             check_speculation(speculation, self)
         self._speculation = speculation
@@ -117,13 +134,13 @@ class Model:
 
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         sampling: SamplingOptions | None = None,
         *,
         max_new_tokens: int | None = None,
         tools: Sequence[Any] | None = None,
     ) -> Iterator[Step]:
-        """Answer a conversation: [{"role": "user", "content": "..."}, ...].
+        """Answer a conversation: [{"role": "user", "content": "..."}, ...], or a text that the user says.
 
         Give the whole history each time: what it shares with the last call is still in the cache.
         """
@@ -134,23 +151,26 @@ class Model:
             return self._stream([prompt], options, started, self._speculation)
         return self._stream_chat(prompt.tolist(), options, started, self._speculation)
 
-    def chat_ids(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[int]:
+    def chat_ids(self, messages: Messages, *, tools: Sequence[Any] | None = None) -> list[int]:
         """The prompt that `chat` gives the model."""
+        self._open_graphs()
         if self.template is None or self.tokenizer is None:
             raise PromptError("this bundle has no chat template; give it a plain prompt")
         return self.template.encode(self.tokenizer, messages, tools=tools)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """The ids that `generate` makes of a text."""
+        self._open_graphs()
         return self._reader.encode(text, parse_special=parse_special)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """The logits of every position, (T, V): for tests and scoring."""
+        graphs = self._open_graphs()
         self._check_generates()
         if self.manifest.kind == "encoder-decoder":
             raise InputError("this bundle is an encoder-decoder; apply(source, target=...) gives its logits")
         ids = self._reader.read(token_ids, "the prompt")
-        return open_engine(self._open_graphs(), 1, len(ids)).score(ids)["logits"]
+        return open_engine(graphs, 1, len(ids)).score(ids)["logits"]
 
     def apply(self, inputs: Input, *, target: Sequence[int] | None = None) -> Outputs:
         """Run one input through, for every output by its name: the main one, and attention maps if the bundle has them.
@@ -164,8 +184,8 @@ class Model:
         self, inputs: Sequence[Input], *, targets: Sequence[Sequence[int]] | None = None
     ) -> list[Outputs]:
         """The same for several, of different lengths; an encoder runs them together."""
-        rows = self._read(inputs, "input")
         graphs = self._open_graphs()
+        rows = self._read(inputs, "input")
         if self.manifest.kind == "encoder-decoder":
             starts = self._targets([()] * len(rows) if targets is None else targets, len(rows))
             pairs = zip(rows, starts, strict=True)
@@ -194,7 +214,6 @@ class Model:
         self, prompts: list[Array], options: SamplingOptions, started: float, speculation: Speculation | None
     ) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
-        decode = self.tokenizer.decode if self.tokenizer else None
         graphs = self._open_graphs()
         if self.manifest.kind == "encoder-decoder":
             encoded = encode(graphs, prompts, self.manifest.fixed_outputs)
@@ -202,7 +221,7 @@ class Model:
         else:
             encoded, starts = None, [prompt.tolist() for prompt in prompts]
         rows = [
-            make_row(self.manifest, index, ids, options, seed, decode, context=ids)
+            make_row(self.manifest, index, ids, options, seed, self.tokenizer, context=ids)
             for index, ids in enumerate(starts)
         ]
         room = _first_room(options)
@@ -217,8 +236,7 @@ class Model:
         self, prompt_ids: list[int], options: SamplingOptions, started: float, speculation: Speculation | None
     ) -> Iterator[Step]:
         seed = fresh_seed() if options.seed is None else options.seed
-        decode = self.tokenizer.decode if self.tokenizer else None
-        row = make_row(self.manifest, 0, prompt_ids, options, seed, decode, context=())
+        row = make_row(self.manifest, 0, prompt_ids, options, seed, self.tokenizer, context=())
         room = _first_room(options)
         drafter = self._open_drafter([row], room, speculation)  # first: if it fails, the cache is still kept
         engine, cached = self._take_kept(prompt_ids, room)
@@ -261,11 +279,19 @@ class Model:
         return open_engine(self._open_graphs(), 1, len(prompt_ids) + room), 0
 
     def _open_graphs(self) -> Graphs:
-        if self._graphs is None:
-            raise ValueError("the model is closed")
-        return self._graphs
+        graphs = self._graphs  # once: another thread may close it
+        if graphs is None:
+            raise ModelClosedError(f"the model {self._name} was closed; load it again")
+        return graphs
+
+    @property
+    def _name(self) -> str:
+        """The bundle's folder, however it was given."""
+        path = self.bundle.path
+        return path.name or path.resolve().name  # "." has none
 
     def _options(self, sampling: SamplingOptions | None, max_new_tokens: int | None) -> SamplingOptions:
+        self._open_graphs()
         vocab_size = self._check_generates()
         options = sampling if sampling is not None else _GREEDY
         if max_new_tokens is not None:

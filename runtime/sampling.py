@@ -13,13 +13,25 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from .. import InputError, TfmxError
+from .. import TfmxError
+from .sampling_options import SamplingError, SamplingOptions
+
+__all__ = [
+    "Choice",
+    "Draw",
+    "NoTokenError",
+    "Sampler",
+    "SamplingError",
+    "SamplingOptions",
+    "fresh_seed",
+    "largest",
+]
 
 _BLOCK = 64  # logits
 
@@ -27,73 +39,8 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 
-class SamplingError(InputError):
-    """A sampling option that cannot be."""
-
-
 class NoTokenError(TfmxError):
     """The options have excluded every token."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
-    """How to choose tokens and when to stop. The defaults are greedy, to the end of the answer or the context."""
-
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int | None = None  # only the k most likely
-    top_p: float = 1.0  # only the most likely that together reach this probability
-    min_p: float = 0.0  # only those at least this likely, relative to the most likely
-    repetition_penalty: float = 1.0  # above 1 makes tokens of prompt and answer less likely
-    presence_penalty: float = 0.0  # subtracted once for each token of the answer
-    frequency_penalty: float = 0.0  # subtracted as often as the token is in the answer
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added; -inf bans a token
-    seed: int | None = None  # None: a fresh one, reported in each step
-    logprobs: int | None = None  # with each token its log-probability and those of the n most likely
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
-    ignore_eos: bool = False  # go on past the model's own end tokens, for measurements
-    stop: tuple[str, ...] = ()  # the answer ends before any of these texts
-    max_new_tokens: int | None = None  # None: as many as the context holds
-
-    def __post_init__(self) -> None:
-        _require(
-            _finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more"
-        )
-        _require(self.top_k is None or _whole(self.top_k, 1), "top_k", self.top_k, "1 or more")
-        _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        penalty = self.repetition_penalty
-        _require(_finite(penalty) and penalty > 0, "repetition_penalty", penalty, "above 0")
-        _require(_finite(self.presence_penalty), "presence_penalty", self.presence_penalty, "a finite number")
-        _require(
-            _finite(self.frequency_penalty), "frequency_penalty", self.frequency_penalty, "a finite number"
-        )
-        for token_id, bias in self.logit_bias.items():
-            _require(_whole(token_id, 0), "a token of logit_bias", token_id, "a token id")
-            _require(bias == -math.inf or _finite(bias), f"logit_bias[{token_id}]", bias, "finite or -inf")
-        _require(self.seed is None or _whole(self.seed, 0), "seed", self.seed, "0 or more")
-        _require(self.logprobs is None or _whole(self.logprobs, 0), "logprobs", self.logprobs, "0 or more")
-        for token_id in self.stop_token_ids:
-            _require(_whole(token_id, 0), "a stop token", token_id, "a token id")
-        _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
-        for text in self.stop:
-            _require(isinstance(text, str) and text != "", "a stop text", text, "a text that is not empty")
-        count = self.max_new_tokens
-        _require(count is None or _whole(count, 1), "max_new_tokens", count, "1 or more")
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        for token_id in (*self.logit_bias, *self.stop_token_ids):
-            if token_id >= vocab_size:
-                raise SamplingError(
-                    f"token {token_id} of an option is outside the vocabulary of {vocab_size}"
-                )
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise SamplingError(f"logprobs is {self.logprobs}, more than the vocabulary of {vocab_size}")
-
-    @property
-    def only_argmax(self) -> bool:
-        """The largest logit is all that is asked for: it can be found where the logits are."""
-        neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
-        return self.temperature == 0 and neutral and not self.logit_bias and self.logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +195,8 @@ def _weights(
 ) -> FloatArray:
     """Probabilities but for their sum; the largest logit's is 1. In float32: float64 takes ten times as long."""
     weights = np.subtract(logits, np.float32(peak), out=out)
-    weights /= np.float32(max(temperature, 1e-30))  # no overflow: logits are below 1e8 apart
+    with np.errstate(over="ignore"):  # a large penalty over a tiny temperature: -inf, whose weight is 0
+        weights /= np.float32(temperature)
     return np.exp(weights, out=weights)
 
 
@@ -330,16 +278,3 @@ def _with_logprobs(logits: FloatArray, token_id: int, top: int | None) -> Choice
         float(logits[token_id]) - normaliser,
         tuple((int(best_id), float(logits[best_id]) - normaliser) for best_id in best),
     )
-
-
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise SamplingError(f"{name} is {value!r}; it must be {wanted}")
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import TfmxError
+from .address_space import lacks_memory
 from .beside import Beside
 from .bundle import Bundle
 from .devices import Device, DeviceError, check_assignment, import_onnxruntime, make_session
@@ -61,7 +62,10 @@ class Session:
         except DeviceError:
             raise
         except Exception as error:
-            raise SessionError(f"onnxruntime cannot load {self.info.file}: {_one_line(error)}") from error
+            why = "there is not enough memory: " if lacks_memory(error) else ""
+            raise SessionError(
+                f"{why}onnxruntime cannot load {self.info.file}: {_one_line(error)}"
+            ) from error
 
         self._brief_options = self._run_options(shrink=False)
         weights = _movable_weights(bundle.manifest) if device.kind == "cpu" else 0

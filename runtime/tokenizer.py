@@ -17,7 +17,14 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from .. import InputError
+from .address_space import require_address_space
 from .manifest import BundleError
+from .token_bytes import TokenBytes
+
+# Bytes of memory that `tokenizers` takes, measured at most: without them it aborts the process.
+_READING = 16  # for each of tokenizer.json (12 with 49,000 tokens)
+_ENCODING = 256  # for each character of a text (233 at 4 MB)
+_SPARE = 16 << 20
 
 
 class PromptError(InputError):
@@ -36,6 +43,7 @@ class Tokenizer:
         self._specials = {token.content: token_id for token_id, token in added.items() if token.special}
         by_length = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        self._bytes: TokenBytes | None = None
         self._twin: tuple[RawTokenizer, dict[str, str]] | None = (
             None  # and the secret names, by special token
         )
@@ -46,6 +54,12 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         return self._raw.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token stands for, exactly; None for an id that is no token."""
+        if self._bytes is None:
+            self._bytes = TokenBytes(self._data, self.token)
+        return self._bytes(token_id)
 
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n characters needs at least n / longest tokens."""
@@ -79,6 +93,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        require_address_space(_SPARE, "the tokenizer")
         return str(_guard(self._raw.decode, token_ids, skip_special))
 
     def _check_specials(self, ids: Sequence[int], expected: list[int]) -> None:
@@ -124,6 +139,7 @@ def _rename(content: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _parse(text: str) -> RawTokenizer:
+    require_address_space(_READING * len(text) + _SPARE, "reading the tokenizer")
     try:
         raw = RawTokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit):
@@ -136,6 +152,7 @@ def _parse(text: str) -> RawTokenizer:
 
 
 def _encode(raw: RawTokenizer, text: str, add_special: bool) -> Any:
+    require_address_space(_ENCODING * len(text) + _SPARE, "encoding the text")
     return _guard(raw.encode, text, None, False, add_special)  # no pair, not split into words
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,11 @@ from tfmx.cli.boundary import run_guarded
 from tfmx.cli.entry import group
 from tfmx.runtime.manifest import Manifest
 
+# The titles of stages, as export and verify say them.
+STAGE = re.compile(
+    r"loading PyTorch|tracing|stitching|evening out|calibrating|writing weights|checking the files|reading the text"
+    r"|replaying|finding what was evened out|(verifying|quality): .+"
+)
 PROGRAM = (sys.executable, "-m", "tfmx")
 
 
@@ -33,12 +39,23 @@ class Done:
     out: str
     err: str
 
+    @property
+    def stages(self) -> list[str]:
+        """What `export` and `verify` said that they are doing."""
+        return [line for line in self.err.splitlines() if STAGE.fullmatch(line)]
+
+    @property
+    def notes(self) -> str:
+        """The rest of stderr."""
+        return "".join(f"{line}\n" for line in self.err.splitlines() if not STAGE.fullmatch(line))
+
     def fails(self, code: int, *parts: str) -> None:
-        """It said one line, which has these parts, and nothing else."""
+        """It said one line, which has these parts, and nothing else but the stages before it."""
         assert self.code == code, self
         assert self.out == "", self
-        assert self.err.count("\n") == 1, self
-        assert self.err.startswith("tfmx: error: "), self
+        *before, line = self.err.splitlines()
+        assert before == self.stages, self
+        assert line.startswith("tfmx: error: "), self
         assert "Traceback" not in self.err
         assert "internal error" not in self.err
         for part in parts:

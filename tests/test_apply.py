@@ -364,7 +364,7 @@ def test_a_closed_model_cannot_be_applied(tmp_path):
     tiny_kinds.write_vector_regressor(tmp_path / "b")
     with tfmx.load(tmp_path / "b", threads=1) as model:
         model.apply(VECTORS[0])
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(tfmx.TfmxError, match=r"^the model b was closed; load it again$"):
         model.apply(VECTORS[0])
 
 

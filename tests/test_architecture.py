@@ -213,6 +213,14 @@ def test_an_import_pulls_in_nothing_heavy(module: str, heavy: str):
     assert sorted(set(heavy.split()) & {name.split(".")[0] for name in loaded}) == []
 
 
+def test_help_shows_what_is_imported_late():
+    show = "import pydoc, sys, {0}; print(pydoc.plain(pydoc.render_doc({0})))"
+    assert "    load(path: 'str | os.PathLike[str]', *, device: " in run_python(show.format("tfmx"))
+    assert "Open a bundle and make it ready to run." in run_python(show.format("tfmx"))
+    for late in ("class Model(", "class SamplingOptions(", "    load(path: "):
+        assert late in run_python(show.format("tfmx.runtime"))
+
+
 def test_the_runtime_turns_telemetry_off_before_onnxruntime_is_there():
     code = "import os, sys, tfmx.runtime; print(os.environ['ORT_DISABLE_TELEMETRY'], 'onnxruntime' in sys.modules)"
     assert run_python(code).split() == ["1", "False"]

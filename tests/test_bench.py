@@ -179,6 +179,7 @@ def test_lengths_are_as_the_context_allows():
     longer = dataclasses.replace(manifest, max_context=2048)
     assert module._lengths(longer, None) == [32, 512, 1024]
     assert module._lengths(manifest, (5, 3, 5)) == [3, 5]
+    assert module._lengths(manifest, (128 - STEPS,)) == [128 - STEPS]
 
 
 # --- the machine -----------------------------------------------------------------------------------------
@@ -320,8 +321,8 @@ def test_a_machine_that_is_not_quiet_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--lengths", "32,4096"], ["--lengths has 4096; wanted 1 to 95", "the context holds 128 tokens"]),
-        (["--lengths", "0"], ["--lengths has 0; wanted 1 to 95"]),
+        (["--lengths", "32,4096"], ["--lengths has 4096; wanted 1 to 96", "the context holds 128 tokens"]),
+        (["--lengths", "0"], ["--lengths has 0; wanted 1 to 96"]),
         (["--lengths", "many"], ["--lengths is 'many'; wanted numbers such as 32,512"]),
         (["--batch", "0"], ["--batch is 0, wanted 1 to 1024"]),
         (["--threads", "-1"], ["--threads is -1"]),
@@ -348,7 +349,7 @@ def test_a_bundle_of_another_kind_is_told_what_it_is(name, tmp_path):
 def test_without_pillow_a_plot_is_refused_before_anything_is_measured():
     begin = time.perf_counter()
     done = program_without("PIL", "bench", exported()[0], "--plot", "out.png")
-    done.fails(1, "PIL", "tfmx[images]")
+    done.fails(1, "PIL", "pip install '.[images]'")
     assert time.perf_counter() - begin < 20
 
 
@@ -377,8 +378,8 @@ def test_what_does_not_fit_the_machine_is_refused_before_it_is_measured(monkeypa
 
 def test_a_context_that_is_too_short_is_refused():
     manifest = Bundle.open(exported()[0]).manifest
-    with pytest.raises(InputError, match=r"--lengths has 96; wanted 1 to 95"):
-        module._lengths(manifest, (96,))
-    inputs = dataclasses.replace(manifest.inputs, length=STEPS + 1)
-    with pytest.raises(InputError, match="too short to measure; wanted at least 34"):
-        module._lengths(dataclasses.replace(manifest, max_context=STEPS + 1, inputs=inputs), None)
+    with pytest.raises(InputError, match=r"--lengths has 97; wanted 1 to 96: .* 32 are decoded behind them"):
+        module._lengths(manifest, (97,))
+    inputs = dataclasses.replace(manifest.inputs, length=STEPS)
+    with pytest.raises(InputError, match="too short to measure; wanted at least 33"):
+        module._lengths(dataclasses.replace(manifest, max_context=STEPS, inputs=inputs), None)

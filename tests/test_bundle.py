@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from tiny_bundle import list_files, write_bundle, write_manifest
 
 from tfmx import InputError, TfmxError
+from tfmx.runtime import bundle as bundle_module
+from tfmx.runtime import load
 from tfmx.runtime.bundle import (
     Bundle,
     BundleError,
@@ -119,10 +122,109 @@ def test_missing_truncated_and_grown_files_are_named(folder, name, check):
         Bundle.open(folder, check=check)
 
 
+def grown(folder: Path, name: str, size: int) -> None:
+    """A file with a hole, which takes no room on the disk; the manifest says the size too."""
+    os.truncate(folder / name, size)
+    rewrite(folder, lambda content: content["files"][name].update(size=size))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "weights.bin",
+            r"has 1,099,511,627,776 bytes, but the graphs' tensors take \d{2,3},\d{3}; copy or export",
+        ),
+        (
+            "tokenizer.json",
+            r"has 1,099,511,627,776 bytes; the files beside weights\.bin may have 1,073,741,824",
+        ),
+        ("config.json", r"has 1,099,511,627,776 bytes; the files beside weights\.bin may have 1,073,741,824"),
+        ("decode.onnx", r"has 1,099,511,627,776 bytes; the files beside weights\.bin may have 1,073,741,824"),
+    ],
+)
+def test_a_file_of_a_terabyte_is_refused_before_a_byte_of_it_is_read(folder, monkeypatch, name, line, check):
+    grown(folder, name, 1 << 40)
+    summed = []
+    monkeypatch.setattr(bundle_module, "file_info", summed.append)
+    for opening in (lambda: Bundle.open(folder, check=check), lambda: load(folder, check=check, threads=1)):
+        with pytest.raises(BundleError, match=rf"{re.escape(name)} {line}"):
+            opening()
+    assert summed == []
+
+
+def test_weights_that_another_graph_asks_for_are_no_surprise(folder, monkeypatch):
+    """The graphs that a run uses may not explain the size; then the others are asked before it is refused."""
+    monkeypatch.setattr(bundle_module, "_PADDING", 0)
+    bundle = Bundle.look(folder)
+    used = bundle.summary("prefill").initializer_bytes
+    grown(folder, "weights.bin", used + 1000)
+    Bundle.open(folder, check=False)
+    grown(folder, "weights.bin", 3 * used)
+    with pytest.raises(BundleError, match="but the graphs' tensors take"):
+        Bundle.open(folder, check=False)
+
+
+def test_a_manifest_of_a_gigabyte_is_refused_unread(folder):
+    os.truncate(folder / "manifest.json", 1 << 30)
+    with pytest.raises(BundleError, match=r"manifest\.json is too large to be a manifest$"):
+        Bundle.look(folder)
+
+
 def test_an_extra_file_is_named(folder):
     (folder / "extra.py").write_text("")
     with pytest.raises(BundleError, match=r"extra\.py is not part of the bundle; remove it$"):
         Bundle.open(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".DS_Store", "._weights.bin", ".gitattributes", ".gitignore", ".git", ".nfs0001", "Thumbs.db", "desktop.ini", "Desktop.INI",  "README", "README.md", "readme.txt", "README.rst", "LICENSE", "LICENSE.txt", "licence.md", "NOTICE", "COPYING",
+     "LICENSE-APACHE", "USE_POLICY.md", ".\udcff"],
+)  # fmt: skip
+def test_what_nothing_reads_is_let_be(folder, name):
+    (folder / name).write_bytes(b"\xff")
+    assert Bundle.open(folder).unlisted == (name,)
+    (folder / name).unlink()
+    assert Bundle.open(folder).unlisted == ()
+
+
+@pytest.mark.parametrize("name", [".git", ".cache", ".ipynb_checkpoints"])
+def test_a_hidden_folder_is_let_be_and_not_looked_into(folder, name):
+    (folder / name / "objects").mkdir(parents=True)
+    (folder / name / "objects" / "model.onnx").write_bytes(b"")
+    assert Bundle.open(folder).unlisted == (name,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.onnx", "other.bin", "weights.bin.data", "genai_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+     "model.safetensors", "modeling.py", "golden2.npz", "template.jinja", "pytorch_model.bin.index.json", "x", "data", "README.json",
+     "license.py", "README.onnx", "readme.txt.bin", "added_tokens.json", "custom_ops.so", "a.md.json"],
+)  # fmt: skip
+def test_what_some_loader_would_read_is_refused(folder, name):
+    (folder / name).write_bytes(b"")
+    with pytest.raises(BundleError, match=rf"{re.escape(name)} is not part of the bundle; remove it$"):
+        Bundle.look(folder)
+
+
+@pytest.mark.parametrize("name", ["README.md", ".gitattributes", ".DS_Store", "docs"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "broken link"])
+def test_links_and_pipes_are_refused_under_any_name(folder, name, kind):
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(folder / ("weights.bin" if kind == "link" else "nothing"))
+    with pytest.raises(BundleError, match=rf"{re.escape(name)} is not part of the bundle"):
+        Bundle.look(folder)
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "onnx", "Thumbs.db"])
+def test_a_folder_that_is_not_hidden_is_refused(folder, name):
+    (folder / name).mkdir()
+    with pytest.raises(BundleError, match=rf"{re.escape(name)} is not part of the bundle"):
+        Bundle.look(folder)
 
 
 def test_a_changed_file_passes_only_when_checks_are_off(folder):
@@ -195,7 +297,14 @@ def test_another_format_is_refused(folder, found):
         ),
         (lambda c: c.update(vocab_size="320"), r"vocab_size is '320', expected a whole number$"),
         (lambda c: c.update(vocab_size=True), r"vocab_size is True, expected a whole number$"),
-        (lambda c: c.update(vocab_size=0), r"vocab_size and max_context must be at least 1$"),
+        (
+            lambda c: c.update(vocab_size=0),
+            r"vocab_size and max_context must be at least 1, and below 2\^31$",
+        ),
+        (
+            lambda c: c.update(max_context=2**31),
+            r"vocab_size and max_context must be at least 1, and below 2\^31$",
+        ),
         (lambda c: c.update(files=[]), r"files is \[\], expected an object$"),
         (
             lambda c: c["files"].update({"../x": c["files"]["weights.bin"]}),
@@ -319,12 +428,50 @@ def test_file_info_reads_in_blocks(tmp_path):
         file_info(tmp_path / "missing")
 
 
+CASE = {"name": "ü", "error": 1e-6, "budget": 2.5e-6, "ratio": 1, "argmax_agreement": 1.0}
+PARITY = {
+    "rule": "r",
+    "reference": "torch",
+    "runtime": "ort",
+    "passed": True,
+    "worst_ratio": 1.5,
+    "cases": [CASE],
+}
+
+
+@pytest.mark.parametrize(
+    ("parity", "line"),
+    [
+        ({"cases": None}, r"parity has the keys \['cases'\], expected \['cases', 'passed', 'reference', "),
+        ({}, r"parity has the keys \[\]"),
+        ({**PARITY, "more": 1}, r"parity has the keys "),
+        ({**PARITY, "cases": None}, r"parity\.cases is None, which cannot be$"),
+        ({**PARITY, "cases": 3}, r"parity\.cases is 3, which cannot be$"),
+        ({**PARITY, "cases": {"a": 1}}, r"parity\.cases is \{'a': 1\}, which cannot be$"),
+        ({**PARITY, "cases": [CASE, None]}, r"parity\.cases is \["),
+        ({**PARITY, "cases": [{"name": "x"}]}, r"parity\.cases is \["),
+        ({**PARITY, "cases": [{**CASE, "name": 1}]}, r"parity\.cases is \["),
+        ({**PARITY, "cases": [{**CASE, "error": "0"}]}, r"parity\.cases is \["),
+        ({**PARITY, "passed": 1}, r"parity\.passed is 1, which cannot be$"),
+        ({**PARITY, "rule": None}, r"parity\.rule is None, which cannot be$"),
+        ({**PARITY, "worst_ratio": 10**400}, r"parity\.worst_ratio is 10+, which cannot be$"),
+        ({**PARITY, "rounding": None}, r"parity\.rounding is None, which cannot be$"),
+        ({**PARITY, "rounding": {"cases": None}}, r"parity\.rounding has the keys \['cases'\]"),
+        ({**PARITY, "rounding": {**PARITY, "rounding": PARITY}}, r"parity\.rounding\.rounding is \{"),
+    ],
+)
+def test_a_parity_that_the_gate_has_not_written_is_refused(folder, parity, line):
+    rewrite(folder, lambda content: content.update(parity=parity))
+    with pytest.raises(BundleError, match=line):
+        Bundle.open(folder)
+
+
 def test_a_bundle_may_have_a_certificate_and_free_parts(folder):
     quality = {"runtime": "onnxruntime", "tokens": 9, "source": {"a": "00"}, "kl_max": 0.5}
     quality |= {"kl_mean": {"value": 0.25, "error": 0}}
     manifest = replace(
         Bundle.open(folder).manifest,
-        parity={"cases": [1, 2.5, None, "ü"]},
+        parity={**PARITY, "rounding": {**PARITY, "cases": []}},
         model={"a": {"b": [1]}},
         quality=quality,
     )

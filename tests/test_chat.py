@@ -150,20 +150,76 @@ def test_what_the_template_complains_about_is_passed_on():
         render("{{ nothing.at_all }}")
 
 
+def deep(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("messages", "line"),
     [
-        ([], "there are no messages"),
-        (["hello"], "message 0 needs a role and a content, found 'hello'"),
-        ([{"content": "x"}], "message 0 needs a role and a content"),
-        ([*HI, {"role": 3, "content": "x"}], "message 1 needs a role and a content"),
-        ([{"role": "user", "content": b"x"}], "messages and tools must be plain data"),
+        ([], r"there are no messages$"),
+        (
+            {"role": "user", "content": "x"},
+            r'messages is one message alone; give a text, or a list of messages such as \{"role"',
+        ),
+        (5, r"messages is a int; give a text"),
+        (iter(HI), r"messages is a list_iterator; give a text"),
+        (["hello"], r"message 0 is 'hello'; wanted \{\"role\": \"user\", \"content\": \"...\"\}$"),
+        ([*HI, None], r"message 1 is None; wanted"),
+        ([{"content": "x"}], r"message 0 has no role; wanted"),
+        ([*HI, {"role": 3, "content": "x"}], r"message 1 has the role 3; wanted"),
+        ([*HI, {"role": "", "content": "x"}], r"message 1 has the role ''; wanted"),
+        ([*HI, {"role": "assistant"}], r"message 1 \(role 'assistant'\) has no content; wanted"),
+        ([{"role": "user", "content": None}], r"message 0 \(role 'user'\) has no content; wanted"),
+        (
+            [{"role": "user", "content": 5}],
+            r"message 0 has the content 5; it must be a text or a list of parts$",
+        ),
+        ([*HI, {"role": "user", "content": b"x"}], r"message 1 must be plain data: Object of type bytes"),
+        ([{"role": "user", "content": [{1: 2}]}], r"message 0 must be plain data: the key 1 is no text$"),
+        (
+            [*HI, {"role": "user", "content": "a\ud800"}],
+            r"message 1 must be plain data: 'utf-8' codec can't encode",
+        ),
+        (
+            [{"role": "user", "content": deep(65)}],
+            r"message 0 must be plain data: lists and objects are more than 64",
+        ),
+        (
+            [{"role": "user", "content": deep(100_000)}],
+            r"message 0 must be plain data: lists and objects are more",
+        ),
     ],
 )
 def test_messages_that_cannot_be_used_are_errors(messages, line, tokenizer):
     for call in (lambda t: t.render(messages), lambda t: t.encode(tokenizer, messages)):
         with pytest.raises(PromptError, match=f"^{line}"):
             call(ChatTemplate(CHAT_TEMPLATE, {}))
+
+
+def test_tools_that_cannot_be_used_are_errors(tokenizer):
+    template = ChatTemplate(CHAT_TEMPLATE, {})
+    for tools, line in (
+        ({"name": "f"}, "tools is a dict; give a list of tools"),
+        ([{"name": "f"}, {"call": print}], "tool 1 must be plain data: Object of type builtin_function"),
+    ):
+        with pytest.raises(PromptError, match=f"^{line}"):
+            template.encode(tokenizer, HI, tools=tools)
+
+
+def test_a_text_is_a_users_message(tokenizer):
+    template = ChatTemplate(CHAT_TEMPLATE, {})
+    assert template.render("Hi") == template.render([{"role": "user", "content": "Hi"}])
+    assert template.encode(tokenizer, "Hi") == template.encode(tokenizer, [{"role": "user", "content": "Hi"}])
+
+
+def test_a_call_of_a_tool_needs_no_content():
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content or m.tool_calls[0].name }};{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert ChatTemplate(source, {}).render([*HI, call]).endswith("assistant:f;")
 
 
 def test_a_worker_that_died_while_idle_is_replaced():

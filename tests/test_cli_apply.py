@@ -198,7 +198,7 @@ def test_outputs_are_saved_as_arrays(tmp_path):
         ("images", ["none.png"], ["none.png", "No such file"]),
         ("images", ["--ids", "1"], ["--ids is for bundles that take tokens", "images"]),
         ("images", ["x.png", "--top-k", "3", "--temperature", "1"], ["is for bundles that generate"]),
-        ("recurrent", ["x.npy", "--seed", "3"], ["--seed is for bundles that generate", "gives values"]),
+        ("recurrent", ["x.npy", "--max-tokens", "3"], ["--max-tokens is for bundles that generate", "gives values"]),
         ("decoder", ["--ids", "3", "-o", "x.npy"], ["--out is for bundles that do not generate"]),
         ("pair", ["Hi", "-o", "x.npz"], ["--out is for bundles that do not generate"]),
         ("pair", ["Hi", "--chat"], ["no chat template"]),
@@ -255,7 +255,7 @@ def test_a_model_that_gives_no_numbers_is_one_line(tmp_path):
 
 def test_images_without_pillow_are_one_line(tmp_path):
     Image.new("RGB", (12, 8)).save(tmp_path / "x.png")
-    program_without("PIL", "run", kind("images"), tmp_path / "x.png").fails(2, "pip install 'tfmx[images]'")
+    program_without("PIL", "run", kind("images"), tmp_path / "x.png").fails(2, "pip install '.[images]'")
     assert program_without("PIL", "run", kind("tokens"), "Hi").code == 0
 
 

@@ -183,6 +183,6 @@ def test_no_input_at_a_terminal_is_one_line(tmp_path):
 
 def test_without_pillow_a_page_can_be_drawn_and_a_picture_not(tmp_path):
     program_without("PIL", "attend", kind("tokens"), "Hi", "-o", tmp_path / "map.png").fails(
-        1, "PIL is not installed", "pip install 'tfmx[images]'"
+        1, "PIL is not installed", "pip install '.[images]'"
     )
     assert program_without("PIL", "attend", kind("tokens"), "Hi", "-o", tmp_path / "map.html").code == 0

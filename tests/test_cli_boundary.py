@@ -53,7 +53,7 @@ def failing(monkeypatch, error: BaseException, *arguments: str) -> Done:
         (MemoryError(), 1, "not enough memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1 TB"), 1, "not enough memory"),
         (ModuleNotFoundError("no", name="onnxscript"), 1, "onnxscript is not installed"),
-        (ModuleNotFoundError("no", name="onnxruntime"), 1, "`pip install 'tfmx[cpu]'`"),
+        (ModuleNotFoundError("no", name="onnxruntime"), 1, "`pip install '.[cpu]'`"),
         (TfmxError("\x1b]0;title\x07 coloured"), 1, "\ufffd]0;title\ufffd coloured"),
     ],
 )
@@ -107,15 +107,17 @@ def test_warnings_of_libraries_are_not_shown(monkeypatch):
 @pytest.mark.parametrize("package", ["torch", "onnx_ir"])
 def test_export_without_its_packages_says_what_to_install(package, tmp_path):
     done = program_without(package, "export", checkpoint(), "-o", tmp_path / "out")
-    done.fails(1, f"{package} is not installed", "pip install 'tfmx[export]'")
+    done.fails(1, f"{package} is not installed", "pip install '.[export]'")
 
 
 def test_verify_against_without_torch_says_what_to_install():
-    program_without("torch", "verify", bundle(), "--against", "x").fails(1, "pip install 'tfmx[export]'")
+    program_without("torch", "verify", bundle(), "--against", checkpoint()).fails(
+        1, "pip install '.[export]'"
+    )
 
 
 def test_run_without_onnxruntime_says_what_to_install():
-    program_without("onnxruntime", "run", bundle(), "Hi").fails(1, "pip install 'tfmx[cpu]'", "tfmx[cuda]")
+    program_without("onnxruntime", "run", bundle(), "Hi").fails(1, "pip install '.[cpu]'", "[cuda] instead")
 
 
 def test_run_and_inspect_need_no_torch():

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from command_line import bundle, checkpoint, copied, exported, program_without, reseal, tfmx
+from command_line import Done, bundle, checkpoint, copied, exported, program_without, reseal, tfmx
 
 import tfmx as package
 from tfmx.cli.inspect import tensor_rows
@@ -26,7 +26,9 @@ def damaged(folder):
 def test_a_good_bundle_is_verified_without_torch():
     folder, _ = exported()
     done = program_without("torch", "verify", folder)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.notes) == (0, "")
+    assert done.stages == ["checking the files", "replaying"]  # stderr is a pipe
+    assert program_without("torch", "verify", folder, "-q") == Done(0, done.out, "")
     first, header, *cases, last = done.out.splitlines()
     assert first.endswith("as exported")
     assert header.split() == ["case", "steps", "error", "allowed"]
@@ -40,14 +42,15 @@ def test_a_bundle_that_computes_something_else_fails():
         done = tfmx("verify", folder)
     assert done.code == 1
     assert "FAIL" in done.out
-    assert done.err.startswith("tfmx: error: 2 of 2 stored cases failed")
-    assert done.err.count("\n") == 1
+    assert done.notes.startswith("tfmx: error: 2 of 2 stored cases failed")
+    assert done.notes.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_verify_against_the_source_repeats_the_comparison():
     done = tfmx("verify", exported()[0], "--against", checkpoint())
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.notes) == (0, "")
+    assert done.stages[:3] == ["checking the files", "loading PyTorch", "verifying: PyTorch in float64"]
     _, header, *cases, last = done.out.splitlines()
     assert header.split() == ["case", "error", "allowed", "in", "cache", "allowed", "ratio", "argmax"]
     assert len(cases) >= 8
@@ -62,8 +65,8 @@ def test_verify_against_the_source_finds_a_difference():
         done = tfmx("verify", folder, "--against", checkpoint())
     assert done.code == 1
     assert "FAIL" in done.out
-    assert "cases failed" in done.err
-    assert done.err.count("\n") == 1
+    assert "cases failed" in done.notes
+    assert done.notes.count("\n") == 1
 
 
 def test_a_source_of_another_model_is_one_line(tmp_path):
@@ -77,10 +80,24 @@ def test_a_bundle_without_stored_cases_says_what_to_do():
     tfmx("verify", bundle()).fails(1, "exported with --no-verify", "--against SOURCE")
 
 
+def test_verify_names_what_nothing_reads_and_no_other_command_minds_it():
+    with copied(exported()[0]) as folder:
+        (folder / ".DS_Store").write_bytes(b"\0")
+        (folder / "README.md").write_text("about")
+        done = tfmx("verify", folder)
+        assert done.code == 0
+        assert done.notes == "note: beside the bundle's files, and read by nothing: .DS_Store, README.md\n"
+        assert tfmx("verify", folder, "-q").err == ""
+        assert tfmx("run", folder, "Hi", "--max-tokens", "1", "-q").err == ""
+        assert tfmx("inspect", folder).code == 0
+        (folder / "vocab.json").touch()
+        tfmx("verify", folder).fails(1, "vocab.json is not part of the bundle")
+
+
 def test_verify_names_the_device():
     done = tfmx("verify", exported()[0], "--device", "auto")
     assert done.code == 0
-    assert done.err.startswith("device: cpu (no CUDA: ")
+    assert done.notes.startswith("device: cpu (no CUDA: ")
     tfmx("verify", exported()[0], "--device", "cuda").fails(2, "CUDA cannot be used")
 
 
@@ -163,4 +180,4 @@ def test_doctor_finds_a_missing_onnxruntime_without_failing():
     done = program_without("onnxruntime", "doctor")
     assert (done.code, done.err) == (0, "")
     assert "cannot be used: onnxruntime cannot be imported" in done.out
-    assert "pip install 'tfmx[cpu]'" in done.out
+    assert "pip install '.[cpu]'" in done.out

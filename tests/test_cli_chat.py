@@ -100,9 +100,9 @@ def test_help_lists_the_commands():
 
 def test_save_writes_the_conversation(tmp_path):
     path = tmp_path / "talk.json"
-    done = chat(stdin=f"Tschüß\n/save {path}\nMore\n/save {path}\n".encode())
+    done = chat(stdin=f"Tschüß\n/save {path}\nMore\n/save! {path}\n".encode())
     assert done.code == 0
-    assert done.err == f"saved to {path}\n" * 2  # its own file may be written again
+    assert done.err == f"saved to {path}\n" * 2
     said = json.loads(path.read_text(encoding="utf-8"))
     assert [message["content"] for message in said] == ["Tschüß", "uuu", "More", "uuu"]
     assert [message["role"] for message in said] == ["user", "assistant"] * 2
@@ -113,14 +113,31 @@ def test_save_writes_the_conversation(tmp_path):
     [
         ("/dance", "there is no command /dance; /help lists them"),
         ("/save", "/save needs a file name"),
-        ("/save {folder}/there", "exists; choose another name"),
-        ("/save {folder}/no/such/folder", "cannot be written: No such file or directory"),
+        ("/save!", "/save needs a file name"),
+        ("/save {folder}/there", "there exists; `/save! {folder}/there` overwrites it"),
+        ("/save! {folder}", "is no file that can be replaced"),
+        ("/save! {folder}/pipe", "is no file that can be replaced"),
     ],
 )
 def test_a_command_that_cannot_be_done_ends_a_pipe(command, part, tmp_path):
     (tmp_path / "there").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    part = part.format(folder=tmp_path)
     chat(stdin=command.format(folder=tmp_path).encode() + b"\nHi\n").fails(2, part)
     assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_a_conversation_does_not_overwrite_another_that_it_saved(tmp_path):
+    path = tmp_path / "talk.json"
+    done = chat(stdin=f"One\n/save {path}\n/reset\nTwo\n/save {path}\n".encode())
+    assert done.code == 2
+    assert "exists; `/save! " in done.err
+    assert json.loads(path.read_text())[0]["content"] == "One"
+
+
+def test_a_place_that_cannot_be_written_ends_a_pipe(tmp_path):
+    done = chat(stdin=f"/save {tmp_path}/no/such/folder\nHi\n".encode())
+    done.fails(1, "cannot be written: No such file or directory")
 
 
 def test_json_is_one_object_a_turn():
@@ -358,6 +375,33 @@ def test_a_pipe_gets_no_bar_and_no_rich():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+STAGES = (
+    "import sys\nfrom tfmx.cli.progress import Bars\nwith Bars(lines=True, quiet='-q' in sys.argv) as bars:\n"
+    "    bars.stage('one', 1)\n    bars.advance()\n    bars.stage('two', 4)\n    bars.advance(3)\n"
+    "    print('meanwhile', file=sys.stderr)\nprint('done')"
+)
+
+
+@pytest.mark.parametrize(("options", "said"), [([], "one\ntwo\nmeanwhile\n"), (["-q"], "meanwhile\n")])
+def test_a_pipe_gets_a_plain_line_as_each_stage_begins(options, said):
+    done = subprocess.run(
+        [sys.executable, "-c", STAGES, *options], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("done\n", said)
+
+
+def test_a_terminal_that_cannot_draw_gets_lines():
+    with mocked_program("-c", f"import os\nos.environ['TERM'] = 'dumb'\n{STAGES}"), terminal() as there:
+        assert there.wait() == 0
+        assert there.seen == "one\r\ntwo\r\nmeanwhile\r\ndone\r\n"
+
+
+def test_a_terminal_gets_no_lines():
+    with mocked_program("-c", STAGES), terminal() as there:
+        assert there.wait() == 0
+        assert there.seen == "meanwhile\r\ndone\r\n"
 
 
 @contextlib.contextmanager

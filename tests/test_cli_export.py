@@ -13,7 +13,7 @@ import time
 import pytest
 import tiny_kinds
 import torch
-from command_line import PROGRAM, Done, bundle, checkpoint, exported, sigint_as_usual, tfmx
+from command_line import PROGRAM, Done, bundle, checkpoint, copied, exported, sigint_as_usual, tfmx
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config
 
@@ -31,7 +31,7 @@ def source(tmp_path):
 
 def test_it_says_what_was_made():
     folder, done = exported()
-    assert done.err == ""
+    assert done.err.splitlines() == done.stages
     first, *files, verified, worst = done.out.splitlines()
     assert first.startswith(f"{folder}: ort, fp32, opset 18, context 128, made in ")
     words = [line.split() for line in files]
@@ -50,7 +50,10 @@ def test_what_is_not_verified_is_called_so(source, tmp_path):
         "export", source, "-o", tmp_path / "a bundle", "--no-verify", "--target", "portable", "--dtype", "fp16",
         "--opset", "20", "--max-context", "64",
     )  # fmt: skip
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err.splitlines()) == (
+        0,
+        ["loading PyTorch", "tracing", "stitching", "writing weights"],
+    )
     *_, said, command = done.out.splitlines()
     assert "portable, fp16, opset 20, context 64" in done.out
     assert said.startswith("not verified (--no-verify)")
@@ -144,7 +147,7 @@ def test_sources_that_are_none_are_one_line(tmp_path):
     refused(2, tmp_path / "model.gguf", parts=["model.gguf"], out=out)
     refused(2, f"{tmp_path}/none.py:build", parts=["none.py is not a file"], out=out)
     (tmp_path / "mine.py").write_text("def make(): ...\nraise RuntimeError('no')")
-    refused(2, f"{tmp_path}/mine.py:build", parts=["running", "mine.py failed", "RuntimeError: no"], out=out)
+    refused(2, f"{tmp_path}/mine.py:make", parts=["running", "mine.py failed", "RuntimeError: no"], out=out)
     (tmp_path / "other.py").write_text("def make(): ...")
     refused(2, f"{tmp_path}/other.py:build", parts=["no function 'build'", "make"], out=out)
     refused(2, f"{tmp_path}/other.py:make", parts=["NoneType", "vocab_size"], out=out)
@@ -155,6 +158,10 @@ def test_a_place_that_is_taken_is_one_line(tmp_path):
     (tmp_path / "photos" / "cat.jpg").touch()
     refused(2, checkpoint(), parts=["photos", "not a tfmx bundle"], out=tmp_path / "photos")
     assert (tmp_path / "photos" / "cat.jpg").exists()
+    with copied(bundle()) as folder:
+        (folder / "README.md").write_text("my notes")
+        tfmx("export", checkpoint(), "-o", folder).fails(2, "not a tfmx bundle (README.md)")
+        assert (folder / "README.md").read_text() == "my notes"
     (tmp_path / "file").touch()
     tfmx("export", checkpoint(), "-o", tmp_path / "file").fails(2, "is not a folder")
     tfmx("export", checkpoint(), "-o", tmp_path / "file" / "out").fails(1, "cannot write to")
@@ -228,8 +235,16 @@ def test_ctrl_c_leaves_no_litter(tmp_path):
         time.sleep(0.01)  # until it has begun to write
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, b"", b"")
+    done = Done(process.returncode, out.decode(), err.decode())
+    assert (done.code, done.out, done.err.splitlines()) == (130, "", done.stages)
     assert list(tmp_path.iterdir()) == []
+
+
+def layers_of_four(folder):
+    """A source whose layers 0 to 3 are there as far as can be seen before it is opened."""
+    source = shutil.copytree(checkpoint(), folder / "source")
+    change_config(source, num_hidden_layers=4)
+    return source
 
 
 @pytest.mark.parametrize(
@@ -249,7 +264,7 @@ def test_the_layers_of_attention_outputs_reach_the_exporter(arguments, wanted, t
         raise TfmxError("enough")
 
     monkeypatch.setattr(pipeline, "export", stop)
-    tfmx("export", "source", "-o", tmp_path / "out", *arguments).fails(1, "enough")
+    tfmx("export", layers_of_four(tmp_path), "-o", tmp_path / "out", *arguments).fails(1, "enough")
     assert seen == [wanted]
 
 
@@ -265,6 +280,25 @@ def test_the_length_of_every_kind_is_told(write, words, tmp_path):
     assert describe_length(write(tmp_path / "bundle")) == words
 
 
-def test_an_export_is_silent_in_a_pipe():
-    assert exported()[1].err == ""
+def test_an_export_in_a_pipe_tells_its_stages_in_plain_lines():
+    assert exported()[1].stages == [
+        "loading PyTorch",
+        "tracing",
+        "stitching",
+        "writing weights",
+        "verifying: PyTorch in float64",
+        "verifying: PyTorch in float32",
+        "verifying: onnxruntime",
+    ]
     assert json.loads((exported()[0] / "manifest.json").read_text())["parity"]["passed"] is True
+
+
+@pytest.mark.slow
+def test_a_quiet_export_prints_nothing_but_errors(source, tmp_path):
+    done = tfmx("export", "preset:alibi", "-o", tmp_path / "out", "--no-verify", "-q")
+    assert done == Done(0, "", "")
+    assert (tmp_path / "out" / "manifest.json").exists()
+    change_tensors(source, lambda tensors: tensors.pop(NORM))
+    done = tfmx("export", source, "-o", tmp_path / "other", "-q")
+    done.fails(2, NORM)
+    assert done.stages == []

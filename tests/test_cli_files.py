@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tfmx import InputError
+from tfmx.cli.boundary import Terminated
 from tfmx.cli.input_file import read_vectors
 from tfmx.cli.number_list import parse_numbers
 from tfmx.cli.output_file import OutputFileError, check_place, write_whole
@@ -116,6 +117,44 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     write_whole(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.png"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), KeyboardInterrupt(), Terminated(), MemoryError()]
+)
+def test_nothing_hidden_is_left_when_writing_ends_early(error, tmp_path):
+    def fail(file):
+        file.write(b"half")
+        raise error
+
+    with pytest.raises(OutputFileError if isinstance(error, OSError) else type(error)):
+        write_whole(tmp_path / "x.png", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_hidden_is_left_or_named_when_the_place_refuses(tmp_path, monkeypatch):
+    (tmp_path / "x.png").mkdir()
+    (tmp_path / "x.png" / "file").touch()
+    with pytest.raises(OutputFileError, match=r"x\.png cannot be written: Is a directory"):
+        write_whole(tmp_path / "x.png", lambda file: file.write(b"new"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.png"]
+
+    def refuse(*_args, **_options):
+        raise OSError(30, "Read-only file system", "/.hidden")
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    with pytest.raises(OutputFileError, match=r"y\.png cannot be written: Read-only file system$"):
+        write_whole(tmp_path / "y.png", lambda file: file.write(b"new"))
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path):
+    longest = tmp_path / ("x" * 251 + ".png")
+    write_whole(longest, lambda file: file.write(b"new"))
+    assert longest.read_bytes() == b"new"
+    with pytest.raises(OutputFileError, match=r"x\.png cannot be written: File name too long$"):
+        write_whole(tmp_path / ("x" * 252 + ".png"), lambda file: file.write(b"new"))
+    assert list(tmp_path.iterdir()) == [longest]
 
 
 def test_a_place_that_cannot_be_is_known_at_once(tmp_path):

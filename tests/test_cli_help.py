@@ -6,6 +6,7 @@ After a change of an option: `COLUMNS=100 python tests/test_cli_help.py > tests/
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # when it is run as a program
 from command_line import program, tfmx
 
 import tfmx as package
+from tfmx.cli import boundary
 from tfmx.cli.entry import COMMANDS
 
 HELP = Path(__file__).parent / "data" / "help.txt"
@@ -50,6 +52,15 @@ def test_every_option_is_explained_with_its_default(command):
 
 
 NO_DEFAULT = {"file", "ids", "logprobs", "against", "quality", "plot"}  # off unless given
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_every_help_has_all_exit_codes_as_the_readme_has_them(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    codes = {str(code) for code in (0, 1, 2, boundary.INTERRUPTED, boundary.BROKEN_PIPE, boundary.TERMINATED)}
+    assert set(re.findall(r"\d+", boundary.EXIT_CODES)) == codes
+    assert boundary.EXIT_CODES in " ".join(tfmx(*command, "--help").out.split())
+    assert boundary.EXIT_CODES in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def test_help_needs_nothing_heavy():
@@ -91,12 +102,23 @@ def test_without_a_command_it_shows_the_help_and_fails():
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["rum"], ["No such command", "rum", "`tfmx --help`"]),
+        (["rum"], ["No such command", "rum", "did you mean run?", "`tfmx --help`"]),
+        (["exprot", "s"], ["No such command 'exprot' (did you mean export?)", "there are export, run"]),
+        (["xyz"], ["No such command 'xyz'; there are export, run"]),
         (["--bogus"], ["No such option", "--bogus"]),
         (["run"], ["Missing argument", "BUNDLE", "`tfmx run --help`"]),
         (["run", "b", "p", "q"], ["unexpected extra argument"]),
         (["run", "b", "p", "--tempratur", "1"], ["No such option", "--temperature"]),
         (["run", "b", "p", "--temperature", "warm"], ["--temperature", "warm"]),
+        (["run", "b", "p", "--device", "gpu"], ["'gpu' is not one of 'cpu', 'cuda', 'auto' (see"]),
+        (
+            ["export", "s", "-o", "b", "--target", "portble"],
+            ["'portble' is not one of", "(did you mean portable?)"],
+        ),
+        (["export", "s", "-o", "b", "--quant", "int-4"], ["'int-4' is not one of", "(did you mean int4?)"]),
+        (["export", "s", "-o", "b", "--quant-roundd", "x"], ["No such option", "--quant-round"]),
+        (["export", "s", "-o", "b", "--quant-activation", "x"], ["No such option", "--quant-activations"]),
+        (["export", "s", "-o", "b", "--no-verfy"], ["No such option", "--no-verify"]),
         (["run", "b", "p", "--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["run", "b", "p", "--threads", "many"], ["--threads", "many"]),
         (["export", "s"], ["Missing option", "-o"]),

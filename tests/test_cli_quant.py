@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import gguf
 import numpy as np
@@ -29,8 +30,8 @@ def blocks(tmp_path_factory) -> str:
         (("--calibrate", "text"), "--calibrate goes with --quant"),
         (("--quant-symmetric",), "--quant-symmetric goes with --quant"),
         (("--quant-zero-points",), "--quant-zero-points goes with --quant"),
-        ((*INT8, "--quant-mixed"), "--quant-mixed keeps some matrices at 8 bits"),
-        ((*INT8, "--quant-mixed", "--target", "portable"), "--quant-mixed keeps some matrices at 8 bits"),
+        ((*INT8, "--quant-mixed"), "--quant-mixed chooses between 4 and 8 bits"),
+        ((*INT8, "--quant-uniform", "--target", "portable"), "--quant-uniform chooses between 4 and 8 bits"),
         ((*INT4, "--quant-activations", "int8", "--target", "portable"), "is for --target ort"),
         ((*INT4, "--quant-round", "search", "--calibrate", "text"), "--quant-round does not go with --calibrate"),
         (("--kv", "int8", "--target", "portable"), "--kv int8 needs the fused attention of --target ort"),
@@ -88,3 +89,43 @@ def test_blocks_of_one_matrix_are_enough_to_round_again(tmp_path) -> None:
     assert done.code == 0, done
     quant = json.loads((tmp_path / "out" / "manifest.json").read_text())["quant"]
     assert set(quant["matrices"].values()) == {"int4-32"}
+
+
+def manifest(folder) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "manifest.json").read_text())
+    return found
+
+
+def test_export_says_what_quantisation_cost(tmp_path) -> None:
+    divergences = {}
+    for bits in ("int4", "int8"):
+        done = tfmx("export", checkpoint(), "-o", tmp_path / bits, "--quant", bits)
+        assert done.code == 0, done
+        said = re.search(r"quantisation cost on (\d+) tokens of text: divergence (\S+), top-1 [\d.]+% \(tfmx verify", done.out)  # fmt: skip
+        assert said is not None, done.out
+        quality = manifest(tmp_path / bits)["quality"]
+        assert (quality["tokens"], f"{quality['kl_mean']['value']:.2g}") == (int(said[1]), said[2])
+        divergences[bits] = float(said[2])
+    assert 0 < divergences["int8"] < divergences["int4"] / 10
+
+
+def test_a_cost_that_is_not_measured_is_no_line_of_figures(tmp_path, blocks) -> None:
+    done = tfmx("export", blocks, "-o", tmp_path / "plain", *INT4)
+    assert "quantisation cost: not measured" in done.out  # it has no tokenizer
+    done = tfmx("export", checkpoint(), "-o", tmp_path / "unverified", *INT4, "--no-verify")
+    assert "quantisation cost" not in done.out
+    assert manifest(tmp_path / "unverified")["quality"] is None
+
+
+def test_matrices_whose_rows_the_block_does_not_divide_are_named(tmp_path) -> None:
+    out = tmp_path / "out"
+    said = tfmx(
+        "export", "preset:language-model", "-o", out, *INT4, "--quant-block", "128", "--no-verify"
+    ).out
+    [line] = [line for line in said.splitlines() if "rows that blocks of 128 do not divide" in line]
+    forms = manifest(out)["quant"]["matrices"]
+    for name, form in forms.items():
+        general = re.sub(r"^blocks\.\d+\.", "blocks.*.", name)
+        assert (f"{general} has blocks of {form.split('-')[1]}" in line) == (not form.startswith("int4-128"))
+    assert any(not form.startswith("int4-128") for form in forms.values())
+    assert tfmx("verify", out, "--against", "preset:language-model").code == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_bundle
 from command_line import ENDLESS, U, bundle, copied, exported, flip, program, tfmx, without
+from PIL import Image
 
 import tfmx as package
 
@@ -136,6 +137,27 @@ def test_a_file_that_is_no_text_is_one_line(tmp_path):
     run("--file", tmp_path / "x").fails(2, "the prompt is empty")
 
 
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
+def test_an_image_given_to_a_model_of_text_is_asked_about(form, tmp_path):
+    path = tmp_path / "cat"  # known by its content
+    Image.new("RGB", (4, 3)).save(path, format=form)
+    for how in ([path], ["--chat", path], [path, "--json"]):
+        run(*how).fails(2, f"{path} is an image file, and this bundle takes text", "standard input", "--file")
+    assert run("--max-tokens", "1", stdin=str(path).encode()).code == 0
+    run("--file", path).fails(2, "not UTF-8 text")
+
+
+def test_words_that_are_no_image_file_are_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.png").write_text("a text with a strange name")
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for words in ("notes.png", "empty", "folder", "pipe", "none.png", "x" * 5000, "a\0b"):
+        done = tfmx("run", bundle(), words, "--max-tokens", "1", "-q")
+        assert done.code == 0 or "the context holds" in done.err, done
+
+
 # --- sampling --------------------------------------------------------------------------------------------
 
 
@@ -156,11 +178,17 @@ def test_a_file_that_is_no_text_is_one_line(tmp_path):
         (["--frequency-penalty", "nan"], ["--frequency-penalty is nan"]),
         (["--logit-bias", "5"], ["--logit-bias", "is not ID=VALUE"]),
         (["--logit-bias", "a=1"], ["--logit-bias", "is not ID=VALUE"]),
-        (["--logit-bias", "5=inf"], ["logit_bias[5] is inf"]),
+        (["--logit-bias", "5=inf"], ["--logit-bias[5] is inf; it must be -inf or -1e+30 to 1e+30"]),
+        (["--logit-bias", "5=1e39"], ["--logit-bias[5] is 1e+39; it must be -inf or -1e+30 to 1e+30"]),
+        (["--logit-bias", "5=-1e39"], ["--logit-bias[5] is -1e+39;"]),
+        (["--presence-penalty", "1e39"], ["--presence-penalty is 1e+39; it must be -1e+30 to 1e+30"]),
+        (["--frequency-penalty", "-1e39"], ["--frequency-penalty is -1e+39;"]),
+        (["--repetition-penalty", "1e-39"], ["--repetition-penalty is 1e-39; it must be above 0 (1e-30 to 1e+30)"]),
+        (["--temperature", "1e-40"], ["--temperature is 1e-40; it must be 0 or more (1e-30 to 1e+30)"]),
         (["--logit-bias", "-5=1"], ["logit_bias is -5"]),
         (["--logit-bias", "320=1"], ["token 320", "vocabulary of 320"]),
         (["--logit-bias", "5=1", "--logit-bias", "5=2"], ["--logit-bias names a token twice"]),
-        (["--seed", "-1"], ["--seed is -1", "0 or more"]),
+        (["--temperature", "1", "--seed", "-1"], ["--seed is -1", "0 or more"]),
         (["--json", "--logprobs", "-1"], ["--logprobs is -1"]),
         (["--json", "--logprobs", "321"], ["logprobs is 321", "vocabulary of 320"]),
         (["--stop", ""], ["stop text", "not empty"]),
@@ -201,6 +229,11 @@ def test_the_seed_of_a_draw_is_told_and_repeats_it():
     assert "seed" not in run(TEXT, "--max-tokens", "20").err
 
 
+@pytest.mark.parametrize("how", [(TEXT,), ("--chat", "Hi"), (TEXT, "--json"), (TEXT, "--temperature", "0")])
+def test_a_seed_that_would_do_nothing_is_refused(how):
+    run(*how, "--seed", "7").fails(2, "--seed does nothing without --temperature above 0")
+
+
 def test_stops_end_the_answer():
     assert run(TEXT, *ENDLESS, "--stop", "uuu", "-q").out == "\n"
     found = json.loads(run(TEXT, *ENDLESS, "--stop-id", str(U), "--json").out)
@@ -218,7 +251,7 @@ def test_json_is_one_object_with_everything(expected):
     found = json.loads(done.out)
     assert {key: type(value) for key, value in found.items()} == {
         "text": str, "token_ids": list, "finish_reason": str, "prompt_tokens": int, "cached_tokens": int,
-        "new_tokens": int, "seed": int, "device": str, "timings": dict, "logprobs": list,
+        "new_tokens": int, "seed": type(None), "device": str, "timings": dict, "logprobs": list,
     }  # fmt: skip
     assert set(found["timings"]) == {
         "time_to_first_token", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second",
@@ -231,6 +264,15 @@ def test_json_is_one_object_with_everything(expected):
         assert entry["token_id"] == token_id == entry["top"][0]["token_id"]  # greedy takes the likeliest
         assert entry["logprob"] == entry["top"][0]["logprob"] <= 0
         assert len(entry["top"]) == 2
+        assert {key: entry[key] for key in ("text", "bytes")} == {
+            key: entry["top"][0][key] for key in ("text", "bytes")
+        }
+    spelled = [
+        bytes(entry["bytes"]) for entry in found["logprobs"] if entry["bytes"] is not None
+    ]  # some ids are padding
+    assert b"".join(spelled).decode("utf-8", "replace") == found["text"]
+    texts = [entry["text"] for entry in found["logprobs"] if entry["text"] is not None]
+    assert texts == [part.decode("utf-8", "replace") for part in spelled]
 
 
 def test_json_has_no_logprobs_unless_asked():

@@ -25,6 +25,7 @@ from tfmx.runtime.devices import (
     choose_device,
     cuda_problem,
 )
+from tfmx.runtime.extras import install_advice
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
@@ -172,15 +173,16 @@ def break_arithmetic(machine, monkeypatch):
 
 PROBLEMS = {
     break_packages: "both onnxruntime and onnxruntime-gpu are installed, and they overwrite each other's files; "
-    "`pip uninstall onnxruntime onnxruntime-gpu`, then `pip install 'tfmx[cuda]'`",
+    "`pip uninstall onnxruntime onnxruntime-gpu`, then " + install_advice("cuda"),
     break_provider: "the installed onnxruntime is the CPU package; "
-    "`pip uninstall onnxruntime`, then `pip install 'tfmx[cuda]'`",
-    break_build: "the installed onnxruntime was built without CUDA; `pip install 'tfmx[cuda]'` in a new environment",
+    "`pip uninstall onnxruntime`, then " + install_advice("cuda"),
+    break_build: "the installed onnxruntime was built without CUDA; in a new environment, "
+    + install_advice("cuda"),
     break_driver: "there is no NVIDIA driver here (libcuda.so.1 is not found); install one, or run with --device cpu",
     break_init: "the NVIDIA driver does not start (error 999); see `nvidia-smi`, or run with --device cpu",
     break_count: "the NVIDIA driver sees no GPU; see `nvidia-smi`, or run with --device cpu",
     break_libraries: "CUDA libraries are missing (libcublasLt.so.13, libcudnn.so.9); "
-    "`pip install 'tfmx[cuda]'` brings them",
+    "they come with " + install_advice("cuda"),
     break_session: "a test run failed (cuDNN version mismatch); see `nvidia-smi`, and `tfmx doctor` for the versions",
     break_silently: f"a test run failed (onnxruntime gave {CPU} instead of {CUDA}); "
     "see `nvidia-smi`, and `tfmx doctor` for the versions",
@@ -218,7 +220,7 @@ def test_onnxruntime_missing_says_what_to_install(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    line = r"^onnxruntime cannot be imported \(No module named 'onnxruntime'\); `pip install 'tfmx\[cpu\]'`"
+    line = r"^onnxruntime cannot be imported \(No module named 'onnxruntime'\); `pip install '\.\[cpu\]'` in a clone"
     with pytest.raises(OnnxRuntimeMissingError, match=line) as caught:
         choose_device("cpu")
     assert isinstance(caught.value, TfmxError)

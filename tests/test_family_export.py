@@ -12,8 +12,8 @@ import pytest
 from command_line import tfmx
 
 from tfmx import InputError
+from tfmx.export.fitting import can_stamp
 from tfmx.export.pipeline import ExportOptions, export, verify_against
-from tfmx.export.source import can_stamp
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.devices import choose_device
 from tfmx.runtime.golden import replay_golden

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import tfmx
 from tfmx import InputError
-from tfmx.export.source import can_stamp
+from tfmx.export.fitting import can_stamp
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.encoder import encode
 from tfmx.runtime.engine import open_engine

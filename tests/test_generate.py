@@ -22,7 +22,7 @@ from tiny_bundle import (
 )
 
 import tfmx
-from tfmx import InputError
+from tfmx import InputError, TfmxError
 from tfmx.runtime import model as model_module
 from tfmx.runtime.bundle import Bundle
 from tfmx.runtime.generate import NumericsError
@@ -153,6 +153,29 @@ def test_a_stop_text_ends_the_answer_before_it(model):
     assert held[-1].finish_reason == "length"
 
 
+def test_stop_texts_that_overlap_end_an_answer_where_the_first_begins(model):
+    """Random pieces of what the model says, against the first place in the whole text where one begins."""
+    rng = np.random.default_rng(2)
+    whole = text_of(model.generate("Hello", FREE, max_new_tokens=30))
+    for _ in range(40):
+        begins = rng.integers(0, len(whole), rng.integers(1, 4)).tolist()
+        stops = [whole[begin : begin + int(rng.integers(1, 6))] for begin in begins]
+        options = SamplingOptions(ignore_eos=True, stop=(*stops, stops[0] + "?"))
+        steps = list(model.generate("Hello", options, max_new_tokens=30))
+        first = min(whole.index(stop) for stop in stops)
+        assert (text_of(steps), steps[-1].finish_reason) == (whole[:first], "stop")
+
+
+def test_a_stop_text_that_waits_for_a_longer_one_ends_the_answer_at_its_limit(model):
+    whole = text_of(model.generate("Hello", FREE, max_new_tokens=12))
+    waits = whole[-3:-1]
+    assert whole.index(waits) == len(whole) - 3
+    options = SamplingOptions(ignore_eos=True, stop=(waits, whole[-5:] + "?"))
+    steps = list(model.generate("Hello", options, max_new_tokens=12))
+    assert len(steps) == 12  # "?" did not come
+    assert (text_of(steps), steps[-1].finish_reason) == (whole[:-3], "stop")
+
+
 def test_streamed_text_never_holds_half_a_character(model):
     first = bytes_path("é")[0]
     steps = list(model.generate("Hi", SamplingOptions(logit_bias={first: 1e4}), max_new_tokens=4))
@@ -173,18 +196,19 @@ def test_a_continued_text_keeps_its_space(tmp_path):
 
 
 def test_generation_ends_at_the_context(model):
-    steps = list(model.generate([5] * (CONTEXT - 3), FREE))
-    assert len(steps) == 3
-    assert steps[-1].finish_reason == "length"
-    assert ids_of(steps) == reference_greedy(WEIGHTS, [5] * (CONTEXT - 3), 3)
-    full = list(model.generate([5] * CONTEXT, FREE, max_new_tokens=50))
-    assert len(full) == 1
-    assert full[0].token_id == reference_greedy(WEIGHTS, [5] * CONTEXT, 1)[0]
+    """The last token is never run, so it needs no position: one more token than there is room for the cache's."""
+    for left in (0, 1, 3):
+        prompt = [(5 * place) % VOCAB for place in range(CONTEXT - left)]
+        for asked in (None, left + 1, 50):
+            steps = list(model.generate(prompt, FREE, max_new_tokens=asked))
+            assert ids_of(steps) == reference_greedy(WEIGHTS, prompt, left + 1)
+            assert [step.finish_reason for step in steps] == [None] * left + ["length"]
 
 
 def test_rows_of_a_batch_reach_the_context_each_for_itself(model):
     results = model.generate_batch([[5] * (CONTEXT - 2), [7]], FREE, max_new_tokens=40)
-    assert [len(result.token_ids) for result in results] == [2, 40]
+    assert [len(result.token_ids) for result in results] == [3, 40]
+    assert [result.finish_reason for result in results] == ["length", "length"]
     assert list(results[1].token_ids) == reference_greedy(WEIGHTS, [7], 40)
 
 
@@ -194,8 +218,13 @@ def test_logprobs_come_with_each_step(model):
     for step in steps:
         logits = reference_logits(WEIGHTS, ids)[-1]
         logprobs = logits - np.log(np.exp(logits).sum())
-        assert step.logprob == pytest.approx(logprobs[step.token_id], abs=1e-4)
-        assert [token for token, _ in step.top_logprobs] == np.argsort(-logits)[:3].tolist()
+        assert step.logprob.token_id == step.token_id
+        assert step.logprob.logprob == pytest.approx(logprobs[step.token_id], abs=1e-4)
+        assert [entry.token_id for entry in step.top_logprobs] == np.argsort(-logits)[:3].tolist()
+        for entry in (step.logprob, *step.top_logprobs):
+            assert entry.token_bytes == model.tokenizer.token_bytes(entry.token_id)
+            is_token = entry.token_bytes is not None  # some ids are padding
+            assert entry.text == (entry.token_bytes.decode("utf-8", "replace") if is_token else None)
         ids.append(step.token_id)
     plain = next(iter(model.generate([5, 9], max_new_tokens=1)))
     assert (plain.logprob, plain.top_logprobs) == (None, ())
@@ -368,11 +397,53 @@ def test_a_bundle_without_tokenizer_or_template_works_with_ids(tmp_path):
 
 
 def test_a_closed_model_says_so(tmp_path):
-    write_bundle(tmp_path / "b", "append")
-    with tfmx.load(tmp_path / "b", threads=1) as closing:
-        pass
-    with pytest.raises(ValueError, match="the model is closed"):
-        list(closing.generate([1]))
+    write_bundle(tmp_path / "tiny", "append")
+    with tfmx.load(tmp_path / "tiny", threads=1) as closing:
+        begun = closing.generate([1], FREE, max_new_tokens=6)
+        chatting = closing.chat("Hi", FREE, max_new_tokens=6)
+        late = closing.generate([1])
+        whole = ids_of(closing.generate([1], FREE, max_new_tokens=6))
+        first = [next(begun), next(chatting)]
+    closing.close()  # a second time it does nothing
+    calls = {
+        "generate": lambda: closing.generate([1]),
+        "stream_batch": lambda: closing.stream_batch([[1]]),
+        "generate_batch": lambda: closing.generate_batch([[1]]),
+        "chat": lambda: closing.chat("Hi"),
+        "chat_ids": lambda: closing.chat_ids("Hi"),
+        "encode": lambda: closing.encode("Hi"),
+        "logits": lambda: closing.logits([1]),
+        "apply": lambda: closing.apply([1]),
+        "apply_batch": lambda: closing.apply_batch([[1]]),
+        "speculate": lambda: closing.speculate(None),
+        "__enter__": closing.__enter__,
+        "a generation that had not begun": lambda: next(late),
+    }
+    for call in calls.values():
+        with pytest.raises(TfmxError, match=r"^the model tiny was closed; load it again$") as caught:
+            call()
+        assert not isinstance(caught.value, InputError)
+    public = {name for name in dir(closing) if not name.startswith("_") and callable(getattr(closing, name))}
+    assert public - calls.keys() == {"close"}
+    assert ids_of([first[0], *begun]) == whole  # what had begun may finish
+    assert len([first[1], *chatting]) == 6
+    assert closing._kept is None
+
+
+def test_a_model_says_what_it_is(tmp_path, monkeypatch):
+    write_bundle(tmp_path / "tiny", "capacity", dtype="fp16")
+    with tfmx.load(tmp_path / "tiny", threads=1) as model:
+        assert repr(model) == "<tfmx.Model tiny: decoder, ort, fp16, context 96, on cpu>"
+    assert repr(model) == "<tfmx.Model tiny: decoder, ort, fp16, context 96, on cpu, closed>"
+    monkeypatch.chdir(tmp_path / "tiny")
+    with tfmx.load(".", threads=1) as model:
+        assert repr(model).startswith("<tfmx.Model tiny: ")
+
+
+def test_a_text_is_a_chat_of_one_message(model):
+    assert model.chat_ids("Hi") == model.chat_ids([{"role": "user", "content": "Hi"}])
+    steps = list(model.chat("Hi", FREE, max_new_tokens=5))
+    assert ids_of(steps) == reference_greedy(WEIGHTS, model.chat_ids("Hi"), 5)
 
 
 def test_many_threads_may_generate_at_once(model):

@@ -499,6 +499,38 @@ def test_no_operator_of_the_list_has_a_subgraph():
             assert onnx.defs.OpSchema.AttrType.GRAPH not in kinds
 
 
+def patches(**attributes):
+    """A graph of one Conv: patches of 4 x 4 of an image of 3 x 8 x 8, in 5 channels."""
+    values = {
+        "pixel_values": helper.make_tensor_value_info("pixel_values", 1, ["B", 3, 8, 8]),
+        "y": helper.make_tensor_value_info("y", 1, ["B", 5, 2, 2]),
+    }
+    weights = numpy_helper.from_array(np.zeros((5, 3, 4, 4), np.float32), "W")
+    node = helper.make_node("Conv", ["pixel_values", "W"], ["y"], "patches", **attributes)
+    graph = helper.make_graph([node], "g", [values["pixel_values"]], [values["y"]], [weights])
+    info = GraphInfo(
+        file="encode.onnx",
+        inputs=(TensorInfo(name="pixel_values", dtype="float32", shape=("B", 3, 8, 8)),),
+        outputs=(TensorInfo(name="y", dtype="float32", shape=("B", 5, 2, 2)),),
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), info
+
+
+def test_patches_pass_and_a_convolution_that_does_not_fit_is_refused():
+    assert audit(*patches(strides=[4, 4], kernel_shape=[4, 4])).packable_bytes == 4 * 5 * 3 * 16
+    for attributes, line in (
+        ({"strides": [2, 2]}, "declared as"),
+        ({"strides": [2**32, 4]}, "strides"),
+        ({"strides": [4, 4], "group": 2}, "wanted 2 groups of channels"),
+        ({"strides": [4, 4], "kernel_shape": [5, 4]}, "wanted the same"),
+        ({"strides": [4, 4], "dilations": [9, 1]}, "wanted one that fits"),
+        ({"strides": [4]}, "wanted 2 numbers"),
+        ({"strides": [4, 4], "auto_pad": "SAME_UPPER"}, "auto_pad"),
+    ):
+        with pytest.raises(BundleError, match=line):
+            audit(*patches(**attributes))
+
+
 def test_inputs_after_those_that_may_be_absent_are_wanted_too():
     """GroupQueryAttention must have its seventh; key and value before it may be left out."""
     attention = contract_of("com.microsoft.GroupQueryAttention", 18)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+import onnx
 import pytest
 import tiny_kinds
+from command_line import reseal
+from onnx import helper, numpy_helper
 from test_bundle import rewrite
 from tiny_bundle import write_bundle
 
+import tfmx
 from tfmx.runtime.bundle import Bundle, BundleError
 
 KINDS = ("token_classifier", "vector_regressor", "image_classifier", "recurrent_regressor", "encoder_decoder")
@@ -99,7 +104,13 @@ FAULTS = [
     ("image_classifier", put("inputs", image=[3, 8, 8]), r"must take float32 pixel_values with \[3, 8, 8\] in each$"),
     ("image_classifier", add("encode", "inputs", "attention_mask", ["batch_size", 7], "int64"), r"which nothing gives it$"),
     ("token_classifier", put("inputs", kind="texts"), r"inputs\.kind is 'texts', expected"),
+    ("token_classifier", shape("encode", "attention_mask", ["batch_size"]), r"take int64 attention_mask of 2 dimensions$"),
+    ("recurrent_regressor", shape("prefill", "attention_mask", []), r"take int64 attention_mask of 2 dimensions$"),
+    ("append", shape("decode", "position_ids", ["batch_size"]), r"take int64 position_ids of 2 dimensions$"),
+    ("append", shape("prefill", "num_logits_to_keep", [1]), r"take int64 num_logits_to_keep of 0 dimensions$"),
     # outputs
+    ("recurrent_regressor", shape("prefill", "values", ["batch_size", 0, 2], "outputs"), r"values of the prefill graph has 0 columns"),
+    ("append", shape("decode", "logits", ["batch_size", 3, 320], "outputs"), r"logits of the decode graph has 3 columns, expected 1"),
     ("token_classifier", put("outputs", name="scores"), r"outputs of kind classes are named logits, not scores$"),
     ("token_classifier", put("outputs", labels=["a"]), r"outputs have 1 labels for 4 classes$"),
     ("vector_regressor", put("outputs", labels=["a", "b"]), r"outputs have 2 labels for 2 values$"),
@@ -194,3 +205,26 @@ def test_an_encoder_decoder_gives_tokens(tmp_path):
             outputs=OutputInfo(kind="values", name="values", size=2, pooled=False, labels=None),
             max_context=24,
         )
+
+
+@pytest.mark.parametrize(("axis", "end", "found"), [(1, 0, r"\[1, 0, 2\]"), (2, 1, r"\[1, 4, 1\]")])
+def test_a_recurrent_graph_whose_output_lacks_columns_or_numbers_is_told(tmp_path, axis, end, found):
+    """It declares the shape that the manifest says, and computes another."""
+    tiny_kinds.write_recurrent_regressor(tmp_path / "b")
+    path = tmp_path / "b" / "prefill.onnx"
+    model = onnx.load(path, load_external_data=False)
+    giver = next(node for node in model.graph.node if "values" in node.output)
+    giver.output[list(giver.output).index("values")] = "whole"
+    for name, value in {"begin": 0, "end": end, "axis": axis}.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray([value], np.int64), name))
+    model.graph.node.append(helper.make_node("Slice", ["whole", "begin", "end", "axis"], ["values"]))
+    path.write_bytes(model.SerializeToString())
+    reseal(tmp_path / "b")
+    with (
+        tfmx.load(tmp_path / "b", threads=1) as opened,
+        pytest.raises(
+            BundleError,
+            match=rf"^prefill\.onnx gave values of the shape {found}, expected \[1, 1 or more, 2\]$",
+        ),
+    ):
+        opened.apply(np.zeros((4, 3), np.float32))

@@ -15,7 +15,7 @@ from tfmx.export.parity import ParityError
 from tfmx.export.pipeline import ExportOptions, export
 from tfmx.runtime.bundle import Bundle
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_model.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own" / "gpt.py"
 
 
 @pytest.mark.parametrize("target", ["ort", "portable"])
@@ -154,7 +154,7 @@ class Plain:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("        real =", "        raise OSError('no')\n        real ="), "could not trace the module: OSError: no"),
+        (("        real =", "        raise OSError('no')\n        real ="), "forward of Toy failed on an input of shape .2, 5.: OSError: no"),
         (("max_context = 32", "max_context = 1"), "context is 1, wanted at least 2"),
         (("max_context = 32", "max_context = 'long'"), "max_context is 'long', wanted a whole number"),
         (("max_context = 32", "max_context = 32\n    eos_token_ids = 2"), "eos_token_ids is 2, wanted a list"),
@@ -262,7 +262,10 @@ def test_a_module_without_state_exports(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (("[sums[:, -1]]", "[]"), "returns 0 state tensors, its state_spec has 1"),
-        (('("batch_size", 11)', '("batch_size", "heads")'), "only batch_size and past_sequence_length"),
+        (
+            ('("batch_size", 11)', '("batch_size", "heads")'),
+            "wanted batch_size first, then numbers and no other open dimension",
+        ),
         (
             (
                 "nn.Embedding(11, 11)\n",

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from tiny_bundle import write_bundle
 
 import tfmx
+from tfmx.runtime.extras import Extra, install_advice
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LISTED = PYPROJECT["tool"]["setuptools"]["packages"]
 NOT_SHIPPED = {"tests", "examples", "benchmarks"}
 ROOT_MODULES = {"__init__.py", "__main__.py", "strict_json.py"}
+
+INFO = f"tfmx_onnx-{tfmx.__version__}.dist-info"
 
 # What pip says when it is the network that failed, not the package.
 _UNREACHABLE = (
@@ -36,15 +41,19 @@ def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that neither stale build folders go in nor new ones are left behind."""
+    """What `make wheel` makes, of a copy, in which an earlier build left a module that is no more."""
     folder = tmp_path_factory.mktemp("wheel")
     litter = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
-    shutil.copytree(ROOT, folder / "source", ignore=litter)
-    done = run(
-        sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", folder / "dist", folder / "source"
-    )
+    source = folder / "source"
+    shutil.copytree(ROOT, source, ignore=litter)
+    stale = source / "build" / "lib" / "tfmx" / "stale.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    with_this_python = (f"BIN={Path(sys.executable).parent}", "INSTALLED=")  # instead of a .venv of its own
+    done = run("make", "--no-print-directory", "-C", source, "wheel", *with_this_python)
     assert done.returncode == 0, done.stdout + done.stderr
-    [found] = (folder / "dist").iterdir()
+    [found] = (source / "dist").iterdir()
+    assert done.stdout == f"dist/{found.name}\n"
     return found
 
 
@@ -80,7 +89,7 @@ def test_no_stray_module_lies_at_the_root():
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
-    info = f"tfmx-{tfmx.__version__}.dist-info"
+    info = INFO
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {"tfmx", info}
     assert {name for name in names if name.startswith("tfmx/")} == shipped_files()
@@ -88,13 +97,67 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
 
 
 def test_the_wheel_asks_for_no_more_than_running_needs(wheel: Path):
-    metadata = zipfile.ZipFile(wheel).read(f"tfmx-{tfmx.__version__}.dist-info/METADATA").decode()
+    metadata = zipfile.ZipFile(wheel).read(f"{INFO}/METADATA").decode()
     wanted = {
         line.split(":")[1].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist")
     }
+    assert "Name: tfmx-onnx" in metadata.splitlines()
     always = {requirement.split(">")[0] for requirement in wanted if "extra ==" not in requirement}
     assert always == {"numpy", "tokenizers", "jinja2", "click", "rich"}
     assert any(requirement.startswith("torch==2.13.0") and "export" in requirement for requirement in wanted)
+
+
+# The name `tfmx` on the index is another project, and ours is not there yet: neither may be asked of it.
+_FROM_INDEX = re.compile(
+    r"""\b(tfmx\[ | pip\ install (\s+-\S+ | \s+'[^']*')* \s+['"]?tfmx([-_]onnx)? (?![-_/.\w]))""", re.VERBOSE
+)
+
+
+def advice_that_fetches_from_the_index(text: str) -> list[str]:
+    return [match.group() for match in _FROM_INDEX.finditer(text)]
+
+
+def test_no_text_says_to_install_what_is_somebody_elses():
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in ROOT.rglob("*")
+        if path.suffix in {".md", ".py", ".toml", ".txt", ".yml", ".yaml", ".json"} or path.name == "Makefile"
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    }
+    assert {"README.md", "devices.py", "help.txt", "pyproject.toml", "Makefile"} <= {
+        path.name for path in texts
+    }
+    found = {
+        str(path.relative_to(ROOT)): advice_that_fetches_from_the_index(text) for path, text in texts.items()
+    }
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("`pip install '{}[cpu]'`", 1),
+        ("needs {}[images]", 1),
+        ("pip install {}", 1),
+        ("pip install {}-onnx", 1),
+        ("pip install '{}-onnx[cpu]'", 1),
+        ("pip install -U 'rich' {}_onnx now", 1),
+        ("pip install '.[cpu]' in a clone of tfmx", 0),
+        ("pip install 'dist/tfmx_onnx-0.1.0-py3-none-any.whl[cpu]'", 0),
+        ("`pip install onnxruntime`, tfmx needs it", 0),
+    ],
+)
+def test_planted_advice_is_caught(text: str, count: int):
+    """`{}` is the name, filled in here so that the test above does not find this file."""
+    assert len(advice_that_fetches_from_the_index(text.replace("{}", "tfmx"))) == count
+
+
+def test_the_advice_works_in_a_clone_and_with_the_wheel():
+    extras = set(PYPROJECT["project"]["optional-dependencies"])
+    assert set(get_args(Extra)) <= extras
+    for extra in get_args(Extra):
+        assert f"pip install '.[{extra}]'" in install_advice(extra)
+        assert advice_that_fetches_from_the_index(install_advice(extra)) == []
 
 
 # --- installed, with the extra `cpu` alone ---------------------------------------------------------------
@@ -102,7 +165,7 @@ def test_the_wheel_asks_for_no_more_than_running_needs(wheel: Path):
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of a new environment that holds `tfmx[cpu]` and what it needs."""
+    """The `bin` folder of a new environment that holds the wheel with its extra `cpu`, and what it needs."""
     folder = tmp_path_factory.mktemp("installed")
     assert run(sys.executable, "-m", "venv", folder).returncode == 0
     bin_folder = folder / ("Scripts" if os.name == "nt" else "bin")

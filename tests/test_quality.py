@@ -317,7 +317,7 @@ def test_verify_prints_a_table_and_says_where_it_recorded_it(tmp_path):
     with copied(exported()[0]) as folder:
         done = tfmx("verify", folder, "--against", checkpoint(), "--quality", tmp_path / "text.txt")
         assert done.code == 0, done
-        assert done.err == f"recorded in {folder / 'manifest.json'}\n"
+        assert done.notes == f"recorded in {folder / 'manifest.json'}\n"
         assert Bundle.open(folder).manifest.quality is not None
     table = done.out[done.out.index("verified:") :].splitlines()[1:]
     assert "onnxruntime" in table[0]

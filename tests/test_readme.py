@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 from command_line import exported
 
+import tfmx
 from tfmx.cli.entry import group
 from tfmx.runtime import manifest
 from tfmx.runtime.bundle import Bundle
@@ -44,22 +44,28 @@ def test_every_make_target_exists() -> None:
 
 def test_every_extra_exists() -> None:
     extras = set(re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
-    for names in re.findall(r"tfmx\[([a-z,]+)\]", README):
+    named = re.findall(r"(?:\.|whl)\[([a-z,]+)\]", README)
+    assert named
+    for names in named:
         assert set(names.split(",")) <= extras
+
+
+def test_the_wheel_that_is_installed_is_the_one_that_is_made() -> None:
+    assert f"dist/tfmx_onnx-{tfmx.__version__}-py3-none-any.whl" in README
 
 
 @pytest.mark.parametrize("line", [line for line in shell_lines() if line.startswith("tfmx ")])
 def test_a_command_line_is_understood(line: str) -> None:
     """Parsed by the command itself: its name, options and their values."""
     _, name, *arguments = shlex.split(line)
-    context = click.Context(group)
+    context = group.make_context("tfmx", ["doctor"])
     command = group.get_command(context, name)
     assert command is not None, line
     command.make_context(name, arguments, parent=context)
 
 
 def test_the_command_table_names_every_command_and_option_of_export() -> None:
-    context = click.Context(group)
+    context = group.make_context("tfmx", ["doctor"])
     for name in group.list_commands(context):
         assert f"`tfmx {name} " in README or f"`tfmx {name}`" in README
     export = group.get_command(context, "export")

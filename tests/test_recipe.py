@@ -9,7 +9,7 @@ import pytest
 
 from tfmx import InputError
 from tfmx.export.recipe import Matrix, Quant
-from tfmx.tfm_model.blocks import BlockFormat, LazyBlocks
+from tfmx.tfm_model.blocks import BlockFormat, BlockSize, LazyBlocks
 
 INT4 = Quant(bits=4)
 NAMES = ("attention.qkv.weight", "mlp.down.weight")
@@ -32,17 +32,26 @@ def bits(quant: Quant, matrices: dict[str, Matrix]) -> dict[str, int]:
     return {name: layout.format.bits for name, layout in quant.layouts(matrices).items()}
 
 
-def test_a_mixed_recipe_widens_both_ends_of_the_decoder_and_of_the_encoder() -> None:
+def test_a_mixed_recipe_widens_both_ends_and_the_way_out_of_mlps_of_decoder_and_encoder() -> None:
     matrices = model(4) | model(3, part="encoder.")
     matrices |= {"embed.project.weight": Matrix((64, 128)), "blocks.1.cross.kv.weight": Matrix((64, 128))}
     found = bits(replace(INT4, mixed=True), matrices)
     assert found.keys() == matrices.keys()
     narrow = {name for name in found if found[name] == 4}
     assert narrow == {
-        *(f"blocks.{layer}.{name}" for layer in (1, 2) for name in NAMES),
+        *(f"blocks.{layer}.attention.qkv.weight" for layer in (1, 2)),
         "blocks.1.cross.kv.weight",
-        *(f"encoder.blocks.1.{name}" for name in NAMES),
+        "encoder.blocks.1.attention.qkv.weight",
     }
+    assert bits(replace(INT4, mixed=None), matrices) == found
+
+
+def test_int4_is_mixed_by_default_but_where_nothing_would_be_left() -> None:
+    assert set(bits(replace(INT4, mixed=None), model(3)).values()) == {4, 8}
+    assert set(bits(replace(INT4, mixed=None), model(2)).values()) == {4}
+    assert set(bits(replace(INT4, mixed=None, skip=("blocks.*",)), model(3)).values()) == {4}
+    assert set(bits(Quant(bits=8, mixed=None), model(3)).values()) == {8}
+    assert set(bits(replace(INT4, mixed=None), model(3, kept())).values()) == {4}
 
 
 def test_the_checkpoints_blocks_are_kept_and_what_has_none_is_rounded() -> None:
@@ -78,13 +87,39 @@ def test_blocks_of_the_checkpoint_are_kept_or_rounded_again_as_asked(quant: Quan
 
 
 @pytest.mark.parametrize(
-    ("width", "words"),
+    ("asked", "width", "block"), [(128, 192, 64), (64, 96, 32), (32, 48, 16), (32, 64, 32), (32, 341, None)]
+)
+def test_rows_that_are_no_whole_blocks_get_the_largest_smaller_ones_or_stay_float(
+    asked: BlockSize, width: int, block: BlockSize | None
+) -> None:
+    matrices = model(2) | {"blocks.0.narrow.weight": Matrix((64, width))}
+    found = Quant(bits=4, block=asked).layouts(matrices)
+    assert found["embed.weight"].format.block == asked  # rows of 128
+    assert ("blocks.0.narrow.weight" in found) == (block is not None)
+    assert block is None or found["blocks.0.narrow.weight"].format.block == block
+
+
+def test_a_model_without_any_whole_blocks_is_refused() -> None:
+    with pytest.raises(InputError, match=r"rows of 20 and 341 weights do not even fall into blocks of 16"):
+        INT4.layouts({"a.weight": Matrix((64, 341)), "b.weight": Matrix((64, 20))})
+
+
+@pytest.mark.parametrize(
+    ("quant", "blocks", "fine"),
     [
-        (48, r"rows of 48 weights .*\(blocks.\*.narrow.weight\); use --quant-block 16$"),
-        (40, r"rows of 40 weights .*; use --quant-block 16 --quant-skip 'blocks.\*.narrow.weight'$"),
+        (Quant(bits=8), None, {"head", "down"}),
+        (INT4, None, set()),
+        (replace(INT4, mixed=True), None, set()),
+        (INT4, kept(), {"head", "down", "qkv"}),
+        (replace(INT4, activations="int8"), kept(), set()),
+        (Quant(bits=8, activations="float"), None, set()),
     ],
 )
-def test_rows_that_are_no_whole_blocks_are_told_together_with_what_to_do(width: int, words: str) -> None:
-    narrow = {f"blocks.{layer}.narrow.weight": Matrix((64, width)) for layer in range(3)}
-    with pytest.raises(InputError, match=words):
-        INT4.layouts(model(3) | narrow)
+def test_inputs_are_rounded_in_two_steps_where_it_is_seen(
+    quant: Quant, blocks: LazyBlocks | None, fine: set[str]
+) -> None:
+    """An embedding that is no head is not multiplied with anything."""
+    found = quant.layouts(model(4, blocks))
+    assert {name.split(".")[-2] for name, layout in found.items() if layout.fine} == fine
+    tied = {name: matrix for name, matrix in model(4, blocks).items() if name != "head.weight"}
+    assert quant.layouts(tied)["embed.weight"].fine == ("head" in fine)

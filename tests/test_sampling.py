@@ -47,7 +47,31 @@ def test_temperature_one_draws_the_models_own_distribution():
 def test_temperature_sharpens_and_flattens():
     assert draws(SamplingOptions(temperature=0.5))[0] == pytest.approx(0.16 / 0.2842, abs=0.04)
     assert draws(SamplingOptions(temperature=100.0))[5] == pytest.approx(1 / 6, abs=0.04)
-    assert draws(SamplingOptions(temperature=1e-40), count=50) == {0: 1.0}
+    assert draws(SamplingOptions(temperature=1e-30), count=50) == {0: 1.0}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.01}])
+def test_nothing_that_is_allowed_overflows_float32(temperature, more):
+    """Each at its limit, all of them together, on logits that no model has; warnings are errors here."""
+    logits = np.asarray([9e7, -9e7, 9e7, -9e7, 0.0, 1.0], np.float32)
+    for sign in (1, -1):
+        for repetition in (1e-30, 1e30):
+            options = SamplingOptions(
+                temperature=temperature,
+                repetition_penalty=repetition,
+                presence_penalty=sign * 1e30,
+                frequency_penalty=sign * 1e30,
+                logit_bias={0: sign * 1e30, 1: -sign * 1e30, 4: 1e30, 5: -math.inf},
+                **more,
+            )
+            sampler = Sampler(options, (0, 1, 2), 3)
+            sampler._penalise.seen |= {2: 10**8, 3: 10**8}
+            assert sampler(logits).token_id != 5
+            assert np.isfinite(sampler._penalise(logits)[:5]).all()
+            draw = sampler.next_draw()
+            assert np.isfinite(draw.minus[draw.ids != 5]).all()
+            assert np.isfinite(draw.penalty).all()
 
 
 def test_top_k_keeps_the_k_most_likely():
@@ -146,10 +170,11 @@ def test_logit_bias_lifts_lowers_and_bans():
     assert np.array_equal(before, LOGITS)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("more", [{}, {"top_k": 2}, {"top_p": 0.5}])
-def test_banning_every_token_is_an_error(temperature, more):
-    options = SamplingOptions(temperature=temperature, logit_bias=dict.fromkeys(range(6), -math.inf), **more)
+@pytest.mark.parametrize(
+    "more", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5}]
+)
+def test_banning_every_token_is_an_error(more):
+    options = SamplingOptions(logit_bias=dict.fromkeys(range(6), -math.inf), **more)
     with pytest.raises(NoTokenError, match=r"^logit_bias bans every token$"):
         Sampler(options, (), 0)(LOGITS)
 
@@ -207,19 +232,32 @@ def test_logprobs_are_the_models_own_before_every_option():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1; it must be 0 or more"),
-        ({"temperature": math.nan}, "temperature is nan; it must be 0 or more"),
-        ({"temperature": math.inf}, "temperature is inf; it must be 0 or more"),
-        ({"temperature": True}, "temperature is True; it must be 0 or more"),
+        ({"temperature": -0.1}, r"temperature is -0.1; it must be 0 or more \(1e-30 to 1e\+30\)"),
+        ({"temperature": math.nan}, r"temperature is nan; it must be 0 or more \(1e-30 to 1e\+30\)"),
+        ({"temperature": math.inf}, r"temperature is inf; it must be 0 or more \(1e-30 to 1e\+30\)"),
+        ({"temperature": True}, r"temperature is True; it must be 0 or more \(1e-30 to 1e\+30\)"),
+        ({"temperature": 1e-40}, r"temperature is 1e-40; it must be 0 or more \(1e-30 to 1e\+30\)"),
+        ({"temperature": 10**400}, r"temperature is 10+; it must be 0 or more \(1e-30 to 1e\+30\)"),
         ({"top_k": 0}, "top_k is 0; it must be 1 or more"),
         ({"top_k": 1.5}, "top_k is 1.5; it must be 1 or more"),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
         ({"top_p": 1.01}, "top_p is 1.01; it must be above 0 and at most 1"),
         ({"min_p": -0.5}, "min_p is -0.5; it must be between 0 and 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be above 0"),
-        ({"presence_penalty": math.inf}, "presence_penalty is inf; it must be a finite number"),
-        ({"frequency_penalty": math.nan}, "frequency_penalty is nan; it must be a finite number"),
-        ({"logit_bias": {3: math.inf}}, r"logit_bias\[3\] is inf; it must be finite or -inf"),
+        ({"repetition_penalty": 0}, r"repetition_penalty is 0; it must be above 0 \(1e-30 to 1e\+30\)"),
+        (
+            {"repetition_penalty": 1e-39},
+            r"repetition_penalty is 1e-39; it must be above 0 \(1e-30 to 1e\+30\)",
+        ),
+        (
+            {"repetition_penalty": 1e39},
+            r"repetition_penalty is 1e\+39; it must be above 0 \(1e-30 to 1e\+30\)",
+        ),
+        ({"presence_penalty": math.inf}, r"presence_penalty is inf; it must be -1e\+30 to 1e\+30"),
+        ({"presence_penalty": 1e39}, r"presence_penalty is 1e\+39; it must be -1e\+30 to 1e\+30"),
+        ({"frequency_penalty": math.nan}, r"frequency_penalty is nan; it must be -1e\+30 to 1e\+30"),
+        ({"frequency_penalty": -1e39}, r"frequency_penalty is -1e\+39; it must be -1e\+30 to 1e\+30"),
+        ({"logit_bias": {3: math.inf}}, r"logit_bias\[3\] is inf; it must be -inf or -1e\+30 to 1e\+30"),
+        ({"logit_bias": {5: 1e39}}, r"logit_bias\[5\] is 1e\+39; it must be -inf or -1e\+30 to 1e\+30"),
         ({"logit_bias": {-1: 0.5}}, "a token of logit_bias is -1; it must be a token id"),
         ({"seed": -1}, "seed is -1; it must be 0 or more"),
         ({"logprobs": -1}, "logprobs is -1; it must be 0 or more"),
@@ -233,6 +271,15 @@ def test_an_impossible_option_is_an_error_that_says_what_is_possible(options, li
     with pytest.raises(SamplingError, match=f"^{line}$") as caught:
         SamplingOptions(**options)
     assert isinstance(caught.value, InputError)
+
+
+@pytest.mark.parametrize("option", [{"seed": 7}, {"seed": 0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_an_option_of_drawing_without_drawing_is_an_error(option):
+    with pytest.raises(
+        SamplingError, match=f"^{next(iter(option))} does nothing without temperature above 0"
+    ):
+        SamplingOptions(**option)
+    SamplingOptions(temperature=0.5, **option)
 
 
 def test_an_unknown_option_is_an_error():
@@ -252,7 +299,7 @@ def test_more_logprobs_than_tokens_is_an_error():
 
 
 def test_greedy_needs_only_the_argmax_unless_an_option_needs_the_logits():
-    assert SamplingOptions(seed=3, max_new_tokens=5, stop=("x",)).only_argmax
+    assert SamplingOptions(max_new_tokens=5, stop=("x",)).only_argmax
     for more in ({"temperature": 1.0}, {"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.5}):
         assert not SamplingOptions(**more).only_argmax
 

@@ -97,8 +97,10 @@ def assert_same(plain, found):
         if one.logprob is None:
             assert other.logprob is None
         else:
-            assert other.logprob == pytest.approx(one.logprob, abs=1e-5)
-            assert [i for i, _ in other.top_logprobs] == [i for i, _ in one.top_logprobs]
+            assert other.logprob.logprob == pytest.approx(one.logprob.logprob, abs=1e-5)
+            assert [entry.token_id for entry in other.top_logprobs] == [
+                entry.token_id for entry in one.top_logprobs
+            ]
 
 
 # --- greedy ----------------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def test_the_limit_inside_a_draft_ends_it_and_nothing_is_run_in_vain(model, alwa
     assert found[-1].statistics.drafted_tokens == max(0, limit - 2)
 
 
-@pytest.mark.parametrize("left", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 5, 8])
 def test_the_end_of_the_context_inside_a_draft_ends_it(model, always, monkeypatch, left):
     always[:] = [16]
     prompt = [5, 9, 17, 3] * CONTEXT
@@ -230,7 +232,7 @@ def test_the_end_of_the_context_inside_a_draft_ends_it(model, always, monkeypatc
     guess_with(monkeypatch, Oracle([*ids_of(plain), *REPEATED]))
     plain, found = both(model, prompt, FREE)
     assert_same(plain, found)
-    assert (len(found), found[-1].finish_reason) == (left, "length")
+    assert (len(found), found[-1].finish_reason) == (left + 1, "length")
 
 
 # --- sampling --------------------------------------------------------------------------------------------

@@ -247,36 +247,56 @@ def test_a_stop_text_is_found_across_tokens_and_not_given_out():
 
 def test_the_earliest_of_several_stop_texts_wins():
     assert StopTexts(["c", "b"]).push("abc") == ("a", True)
-    assert StopTexts(["abcd", "bc"]).push("xabc") == ("xa", True)
+    assert StopTexts(["abcd", "bc"]).push("xabcd") == ("x", True)
+
+
+def test_a_stop_text_waits_for_one_that_began_earlier():
+    for after, wanted in (("d", ("", True)), ("e", ("a", True))):
+        stop = StopTexts(["abcd", "bc"])
+        assert stop.push("xabc") == ("x", False)  # "bc" is complete, but "abc" may become "abcd"
+        assert stop.push(after) == wanted
+    stop = StopTexts(["abcd", "bc"])
+    assert stop.push("xabc") == ("x", False)
+    assert stop.flush() == ("a", True)  # nothing came any more
+
+
+def test_of_stop_texts_that_begin_together_the_shortest_ends_the_answer():
+    stop = StopTexts(["abcd", "ab"])
+    assert stop.push("xa") == ("x", False)
+    assert stop.push("b") == ("", True)
 
 
 def test_held_text_is_given_out_at_the_end():
     stop = StopTexts(["abc"])
     assert stop.push("xab") == ("x", False)
-    assert stop.flush() == "ab"
-    assert stop.flush() == ""
+    assert stop.flush() == ("ab", False)
+    assert stop.flush() == ("", False)
     assert StopTexts([]).push("anything") == ("anything", False)
+
+
+def before_the_first_stop(text: str, stops: list[str]) -> str:
+    """The definition: up to the first place of the whole text where any of the stop texts begins."""
+    return next((text[:place] for place in range(len(text)) if text.startswith(tuple(stops), place)), text)
 
 
 def test_every_split_of_a_text_stops_at_the_same_place():
     rng = random.Random(1)
-    for _ in range(300):
-        text = "".join(rng.choices("ab", k=12))
-        stops = ["".join(rng.choices("ab", k=rng.randint(2, 4))) for _ in range(2)]
-        places = [text.find(stop) for stop in stops if stop in text]
-        given, stopper, position = "", StopTexts(stops), 0
-        while position < len(text):
-            size = rng.randint(1, 4)
+    stopped_late = 0
+    for _ in range(5000):
+        text = "".join(rng.choices("ab", k=rng.randint(1, 14)))
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
+        wanted = before_the_first_stop(text, stops)
+        given, stopper, position, stopped = "", StopTexts(stops), 0, False
+        while position < len(text) and not stopped:
+            size = rng.choice((1, 1, 2, 3, len(text)))
             part, stopped = stopper.push(text[position : position + size])
             given, position = given + part, position + size
-            if stopped:
-                break
-        else:
-            given += stopper.flush()
-        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-        # text that comes whole may hold two stops: whichever begins first, of those complete by then
-        assert given in {text[:place] for place in places} if places else given == text
-        assert len(given) <= min(ends, default=len(text))
+            assert wanted.startswith(given)  # what was given out is never taken back
+        if not stopped:
+            rest, stopped = stopper.flush()
+            given, stopped_late = given + rest, stopped_late + stopped
+        assert (given, stopped) == (wanted, len(wanted) < len(text))
+    assert stopped_late > 20  # a stop text that waited in vain for an earlier one
 
 
 def test_regex_specials_are_taken_literally():

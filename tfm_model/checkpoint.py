@@ -10,15 +10,11 @@ from typing import Literal
 
 import torch
 
-from .. import InputError
 from .blocks import Blocks, LazyBlocks, concat
+from .checks import CheckpointError as CheckpointError  # noqa: PLC0414 (lives there for whoever does without torch)
 from .config import ModelConfig
 
 CheckpointKind = Literal["gguf", "huggingface", "tfmx", "preset", "python"]
-
-
-class CheckpointError(InputError):
-    """A checkpoint is missing something, holds something unexpected, or cannot be trusted."""
 
 
 @dataclass(frozen=True, slots=True)

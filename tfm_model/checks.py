@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from .. import InputError
@@ -9,6 +11,10 @@ from .. import InputError
 
 class ConfigError(InputError):
     """A model's configuration cannot be right."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing something, holds something unexpected, or cannot be trusted."""
 
 
 def check_count(name: str, value: int, most: int = 2**31 - 1) -> None:
@@ -25,3 +31,9 @@ def check_choice(name: str, value: str, literal: Any) -> None:
     """`literal` is a Literal[...] of the choices."""
     if value not in get_args(literal):
         raise ConfigError(f"{name} is {value!r}, wanted one of {', '.join(get_args(literal))}")
+
+
+def did_you_mean(name: str, known: Iterable[str], *, least: float = 0.6) -> str:
+    """The nearest of what there is, as the middle of a sentence; nothing where none is as alike as `least`."""
+    near = difflib.get_close_matches(name, known, n=2, cutoff=least)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint import CheckpointError
-from .config import ConfigError
+from .checks import CheckpointError, ConfigError
 from .values import shown
 
 TEXT_LIMIT = 64 * 2**20  # the largest tokenizer.json in use (Gemma 3) has 33 MB

@@ -12,27 +12,22 @@ import torch
 
 from .checkpoint import Checkpoint, CheckpointError, GenerationDefaults, LazyTensor
 from .config import ModelConfig
-from .files import Folder, blamed_on, pickle_error
+from .files import Folder, blamed_on
 from .generation_defaults import generation_defaults
-from .huggingface_config import DEFAULTS, family_of, parse_config
+from .huggingface_config import DEFAULTS, family_of
+from .huggingface_files import INDEX, find_weights, read_config
 from .parameters import HUGGINGFACE_NAMES, decoder_parameters
 from .safetensors_file import lazy_tensors
 from .tokenizer_json import check_tokenizer
 from .values import Values, shown
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 # Frequencies that early releases of transformers stored although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def read_huggingface(path: Path) -> Checkpoint:
     folder = Folder(path)
-    raw = folder.json("config.json")
-    if raw is None:
-        raise CheckpointError(f"{folder.path} has no config.json; is it a Hugging Face model folder?")
-    with blamed_on(folder.path / "config.json"):
-        config = parse_config(raw)
+    raw, config = read_config(folder)
     stored = _stored_tensors(folder)
     if config.head.tied:
         _drop_copied_head(stored)
@@ -49,45 +44,41 @@ def read_huggingface(path: Path) -> Checkpoint:
 
 
 def _stored_tensors(folder: Folder) -> dict[str, LazyTensor]:
-    whole = folder.find(_WEIGHTS)
+    whole = find_weights(folder)
     if whole is not None:
         return lazy_tensors(whole, skip=_is_derived)
-    index = folder.json(_INDEX)
-    if index is not None:
-        return _sharded_tensors(folder, index)
-    pickles = folder.pickles()
-    if pickles:
-        raise pickle_error(folder.path / pickles[0])
-    raise CheckpointError(f"{folder.path} has neither {_WEIGHTS} nor {_INDEX}")
+    index = folder.json(INDEX)
+    assert index is not None, "find_weights has seen it"
+    return _sharded_tensors(folder, index)
 
 
 def _sharded_tensors(folder: Folder, index: Values) -> dict[str, LazyTensor]:
     """The tensors of all shards; the index and the shards must say the same."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{folder.path / _INDEX} has no weight_map from tensor to file")
+        raise CheckpointError(f"{folder.path / INDEX} has no weight_map from tensor to file")
     shards: dict[str, dict[str, LazyTensor]] = {}
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{folder.path / _INDEX} refers to {shown(name)}, wanted a .safetensors file"
+                f"{folder.path / INDEX} refers to {shown(name)}, wanted a .safetensors file"
             )
         path = folder.find(name)
         if path is None:
             raise CheckpointError(
-                f"{folder.path / _INDEX} refers to {shown(name)}, which is not in the folder"
+                f"{folder.path / INDEX} refers to {shown(name)}, which is not in the folder"
             )
         shards[name] = lazy_tensors(path, skip=_is_derived)
     for tensor, name in weight_map.items():
         if tensor not in shards[name] and not _is_derived(tensor):
             raise CheckpointError(
-                f"{folder.path / _INDEX} says that {name} holds {shown(tensor)}, but it does not"
+                f"{folder.path / INDEX} says that {name} holds {shown(tensor)}, but it does not"
             )
     for name, tensors in shards.items():
         for tensor in tensors:
             if weight_map.get(tensor) != name:
                 raise CheckpointError(
-                    f"{folder.path / name} holds {shown(tensor)}, which {_INDEX} does not say"
+                    f"{folder.path / name} holds {shown(tensor)}, which {INDEX} does not say"
                 )
     return {tensor: shards[name][tensor] for tensor, name in weight_map.items() if not _is_derived(tensor)}
 

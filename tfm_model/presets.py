@@ -6,11 +6,10 @@ All but `vaswani-base` are small. Each differs from a plain model in the one thi
 from __future__ import annotations
 
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from .. import InputError
-from .checkpoint import Checkpoint, GenerationDefaults
+from .checks import did_you_mean
 from .config import (
     AttentionConfig,
     HeadConfig,
@@ -26,8 +25,10 @@ from .config import (
     TokenInputs,
     VectorInputs,
 )
-from .tfmx_folder import model_checkpoint
-from .transformer import Transformer
+
+if TYPE_CHECKING:  # the settings are known without PyTorch; what makes models of them imports it
+    from .checkpoint import Checkpoint, GenerationDefaults
+    from .transformer import Transformer
 
 PRESET = "preset:"
 _LAYER_NORM = NormConfig(kind="layer", bias=True)
@@ -191,19 +192,35 @@ PRESETS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-def preset_checkpoint(source: str) -> Checkpoint:
-    """`preset:NAME` as a checkpoint; the same weights every time."""
+def preset_config(source: str) -> ModelConfig:
+    """The settings that `preset:NAME` names."""
     name = source.removeprefix(PRESET)
     if name not in PRESETS:
-        raise InputError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
-    return model_checkpoint(preset_model(name), "preset", (), preset_generation(PRESETS[name]), None)
+        raise InputError(
+            f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; there are {', '.join(PRESETS)}"
+        )
+    return PRESETS[name]
+
+
+def preset_checkpoint(source: str) -> Checkpoint:
+    """`preset:NAME` as a checkpoint; the same weights every time."""
+    from .tfmx_folder import model_checkpoint
+
+    generation = preset_generation(preset_config(source))
+    return model_checkpoint(preset_model(source.removeprefix(PRESET)), "preset", (), generation, None)
 
 
 def preset_model(name: str) -> Transformer:
+    import torch
+
+    from .transformer import Transformer
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Transformer(PRESETS[name]).eval()
 
 
 def preset_generation(config: ModelConfig) -> GenerationDefaults:
+    from .checkpoint import GenerationDefaults
+
     return GenerationDefaults(decoder_start_token_id=0 if config.kind == "encoder-decoder" else None)

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..strict_json import SchemaError, decode, encode
+from ..strict_json import encode
 from .checkpoint import Checkpoint, CheckpointError, CheckpointKind, GenerationDefaults, LazyTensor
-from .checks import ConfigError
 from .config import ModelConfig
 from .files import Folder, blamed_on
 from .safetensors_file import lazy_tensors
+from .tfmx_config import MODEL_TYPE, decoded, parse_tfmx_config
 from .transformer import Transformer
 
-MODEL_TYPE = "tfmx"
-T = TypeVar("T")
 _CONFIG, _WEIGHTS, _TOKENIZER, _GENERATION = (
     "config.json",
     "model.safetensors",
@@ -50,19 +47,14 @@ def save_model(
     (folder / _CONFIG).write_text(_json({"model_type": MODEL_TYPE, **encode(model.config)}))
 
 
-def is_tfmx_folder(path: Path) -> bool:
-    config = Folder(path).json(_CONFIG)
-    return config is not None and config.get("model_type") == MODEL_TYPE
-
-
 def read_tfmx_folder(path: Path) -> Checkpoint:
     folder = Folder(path)
     raw = folder.json(_CONFIG)
-    assert raw is not None, "is_tfmx_folder has read it"
+    assert raw is not None, "source.py has read it"
     with blamed_on(folder.path / _CONFIG):
-        config = _decoded(ModelConfig, {key: value for key, value in raw.items() if key != "model_type"})
+        config = parse_tfmx_config(raw)
     with blamed_on(folder.path / _GENERATION):
-        generation = _decoded(GenerationDefaults, folder.json(_GENERATION) or encode(GenerationDefaults()))
+        generation = decoded(GenerationDefaults, folder.json(_GENERATION) or encode(GenerationDefaults()))
     weights = folder.find(_WEIGHTS)
     if weights is None:
         raise CheckpointError(f"{folder.path} has no {_WEIGHTS} beside its {_CONFIG}")
@@ -119,13 +111,6 @@ def _check_names(path: Path, config: ModelConfig, tensors: dict[str, LazyTensor]
     for name in tensors:
         if name not in wanted:
             raise CheckpointError(f"{path} has a tensor {name}, which the config does not know")
-
-
-def _decoded(kind: type[T], data: object) -> T:
-    try:
-        return decode(kind, data)
-    except SchemaError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _json(value: object) -> str:

@@ -158,10 +158,10 @@ CANDIDATES: dict[str, Candidate] = {
     candidate.name: candidate
     for candidate in [
         *_engine("tfmx", "tfmx", {
-            "tfmx-int4": ("int4", "int4", _tfmx("--quant", "int4")),
-            "tfmx-int4-kv8": ("int4, int8 cache", "int4", _tfmx("--quant", "int4", "--kv", "int8")),
-            "tfmx-int8": ("int8", "int8", _tfmx("--quant", "int8")),
-            "tfmx-int8-kv8": ("int8, int8 cache", "int8", _tfmx("--quant", "int8", "--kv", "int8")),
+            "tfmx-int4": ("int4", "int4", _tfmx("--quant", "int4", "--quant-uniform")),
+            "tfmx-int4-kv8": ("int4, int8 cache", "int4", _tfmx("--quant", "int4", "--quant-uniform", "--kv", "int8")),
+            "tfmx-int8": ("int8", "int8", _tfmx("--quant", "int8", "--quant-activations", "int8")),
+            "tfmx-int8-kv8": ("int8, int8 cache", "int8", _tfmx("--quant", "int8", "--quant-activations", "int8", "--kv", "int8")),
             "tfmx-fp32": ("fp32", "fp32", _tfmx()),
         }),
         *_engine("llama.cpp", "llama", {

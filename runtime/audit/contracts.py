@@ -132,6 +132,21 @@ _MATRIX = {
             why=_OWN,
         )
     ],
+    "Conv": [
+        contract(
+            "x:F W!:F B?!:F -> y:F",
+            reduction.convolved,
+            {
+                "auto_pad": one_of(b"NOTSET", default=b"NOTSET"),
+                "group": whole(1, _SIDE, 1),
+                "kernel_shape": wholes(1, _SIDE, None),
+                "strides": wholes(1, _SIDE, None),
+                "dilations": wholes(1, _SIDE, None),
+                "pads": wholes(0, _SIDE, None),
+            },
+            why=_OWN,
+        )
+    ],
     "Einsum": [
         contract(
             "x*:F -> y:F",
@@ -324,7 +339,7 @@ _MOVEMENT = {
     ],
     "Tile": [contract("x:A repeats:int64 -> y:A", shape.tiled, why=_OWN)],
     "Transpose": [contract("x:A -> y:A", shape.transposed, {"perm": wholes(0, 7, ())})],
-    "Trilu": [contract("x:A k?!:int64 -> y:A", shape.triangle, {"upper": _FLAG1}, why=_OWN)],
+    "Trilu": [contract("x:A k?:int64 -> y:A", shape.triangle, {"upper": _FLAG1}, why=_OWN)],
 }
 
 CONTRACTS: dict[str, list[Contract]] = (

@@ -132,6 +132,8 @@ def _part(value: Value, starts: Value, ends: Value, step: int) -> tuple[Dim, ...
 
 
 def _length(start: Dim, end: Dim, step: int, dim: Dim) -> Dim:
+    if (start, step) == (-1, -1) and isinstance(end, int) and end < -(2**31):
+        return dim  # all of it, backwards
     if step != 1:
         if isinstance(start, int) and isinstance(end, int) and isinstance(dim, int) and step > 0:
             return len(range(dim)[start:end:step])

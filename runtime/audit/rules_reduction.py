@@ -17,7 +17,7 @@ from .contract import (
     want_same,
     want_shape,
 )
-from .dims import Dim, Shape, is_at_least
+from .dims import Dim, Shape, add, floor_quotient, is_at_least, multiply, subtract
 
 
 def reduced(call: Call) -> Sequence[Made]:
@@ -151,3 +151,43 @@ def summed(call: Call) -> Sequence[Made]:
             f"the equation {equation}, wanted letters of its inputs behind the arrow, each once"
         )
     return [Made(tuple(lengths[letter] for letter in result))]
+
+
+def convolved(call: Call) -> Sequence[Made]:
+    """Conv: patches of images, mostly; every kernel must fit into what it slides over."""
+    shape = want_rank(call.given(0), "x", 3, 4)
+    kernel = want_rank(call.given(1), "W", len(shape))
+    n, group = len(shape) - 2, call.attributes["group"]
+    channels, fits = kernel[0], isinstance(kernel[0], int) and kernel[0] % group == 0
+    if not fits or not all(is_at_least(dim, 1) for dim in kernel):
+        raise ContractError(
+            f"W has the shape {show(kernel)}, wanted {group} groups of channels, and no empty axis"
+        )
+    want_same(shape[1], multiply(kernel[1], group), f"the channels of x {show(shape)} and W {show(kernel)}")
+    bias = call.get(2)
+    if bias is not None:
+        want_shape(bias, "B", (channels,))
+    strides, dilations, pads = (_for_each_axis(call, name, n) for name in ("strides", "dilations", "pads"))
+    if call.attributes["kernel_shape"] not in {None, kernel[2:]}:
+        raise ContractError(
+            f"kernel_shape {call.attributes['kernel_shape']} and W {show(kernel)}, wanted the same"
+        )
+    lengths = []
+    for axis in range(n):
+        covered = multiply(subtract(kernel[2 + axis], 1), dilations[axis])
+        room = subtract(add(shape[2 + axis], pads[axis] + pads[n + axis]), add(covered, 1))
+        if not is_at_least(room, 0):
+            raise ContractError(f"a kernel {show(kernel)} for x {show(shape)}, wanted one that fits")
+        lengths.append(add(floor_quotient(room, strides[axis]), 1))
+    return [Made((shape[0], channels, *lengths))]
+
+
+def _for_each_axis(call: Call, name: str, n: int) -> tuple[int, ...]:
+    """Pads stand before each axis, then behind each."""
+    wanted = 2 * n if name == "pads" else n
+    found: tuple[int, ...] | None = call.attributes[name]
+    if found is None:
+        return (0 if name == "pads" else 1,) * wanted
+    if len(found) != wanted:
+        raise ContractError(f"{name} {found}, wanted {wanted} numbers")
+    return found

@@ -232,10 +232,10 @@ def triangle(call: Call) -> Sequence[Made]:
     value, diagonal = call.given(0), call.get(1)
     if len(value.shape) < 2:
         raise ContractError(f"{show(value.shape)}, wanted 2 dimensions or more")
-    if diagonal is not None:
+    if diagonal is not None:  # what is no number is a sum of lengths, and so as small as they are
         want_rank(diagonal, "k", 0)
-        k = want_integers(diagonal, "k")[0]
-        if abs(k) >= 2**31:
+        [k] = want_elements(diagonal, "k")
+        if isinstance(k, int) and abs(k) >= 2**31:
             raise ContractError(f"k is {k}, wanted a small number")
     return [Made(value.shape)]
 

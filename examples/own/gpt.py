@@ -1,6 +1,6 @@
 """A model of your own, exported without registering it anywhere:
 
-    tfmx export examples/own_model.py:build -o own-model
+    tfmx export examples/own/gpt.py:build -o own-model
     tfmx run own-model --ids 1,2,3
 
 The module is plain PyTorch: a small GPT with learned positions and PyTorch's own layers. What makes it
@@ -30,9 +30,8 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, HEAD_DIM))  # (B, T, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
         key, value = torch.cat((key, k), dim=2), torch.cat((value, v), dim=2)  # (B, H, P+T, D)
-        scores = q @ key.transpose(-1, -2) * HEAD_DIM**-0.5
-        weights = scores.masked_fill(~seen[:, None], torch.finfo(x.dtype).min).softmax(-1)
-        x = x + self.out((weights @ value).transpose(1, 2).flatten(2))
+        y = F.scaled_dot_product_attention(q, key, value, attn_mask=seen[:, None])
+        x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x)), key, value
 
 
