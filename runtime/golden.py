@@ -177,9 +177,7 @@ def _read_cases(data: bytes, manifest: Manifest) -> dict[str, dict[str, npt.NDAr
                 cases.setdefault(name, {})[part] = arrays[key]
     except MemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # a damaged zip file or array fails in ten ways, and each has a type of its own
+    except Exception as error:  # a damaged zip file or array fails in ten ways, each of a type of its own
         raise BundleError(f"{GOLDEN} cannot be read: {error}") from error
     for name, case in cases.items():
         _check_case(name, case, manifest)

@@ -124,7 +124,7 @@ def _golden(rng: Random, draft: Draft) -> bytes:
     elif way == "delete":
         del arrays[name]
     elif way == "name":
-        arrays[rng.choice(("x", "", "case.x", "other.budget", ".", "a/b"))] = arrays.pop(name)
+        arrays[rng.choice(("x", "", "case.x", "other.budget", "case.spread", ".", "a/b"))] = arrays.pop(name)
     elif way == "empty":
         arrays[name] = np.zeros((0, *array.shape[1:]), array.dtype)
     else:
