@@ -538,3 +538,36 @@ def test_inputs_after_those_that_may_be_absent_are_wanted_too():
     for count in range(7):
         with pytest.raises(ContractError, match=f"{count} inputs, wanted 7 to 14"):
             check_inputs(attention, [Value("float32", (1,))] * count)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "perm", "passes"), [(1, [1, 0, 2], True), (10, [1, 0, 2], False), (10, [0, 2, 1], True)]
+)
+def test_a_half_precision_product_behind_a_transpose_of_rows_is_refused(dtype, perm, passes):
+    """It ends onnxruntime 1.31 while it loads the graph."""
+    shape = ["T", "B", 4] if perm == [1, 0, 2] else ["B", 4, "T"]
+    width = shape[2]
+    x = helper.make_tensor_value_info("input_features", dtype, ["B", "T", 4])
+    weights = np.zeros((4, 6), np.float32 if dtype == 1 else np.float16)
+    nodes = [helper.make_node("Transpose", ["input_features"], ["x"], "turn", perm=perm)]
+    if width == 4:
+        nodes.append(helper.make_node("MatMul", ["x", "W"], ["y"], "product"))
+        out = ["T", "B", 6]
+    else:
+        nodes.append(helper.make_node("MatMul", ["input_features", "x"], ["y"], "product"))
+        out = ["B", "T", "T"]
+    y = helper.make_tensor_value_info("y", dtype, out)
+    initializers = [numpy_helper.from_array(weights, "W")] if width == 4 else []
+    graph = helper.make_graph(nodes, "g", [x], [y], initializers)
+    name = "float32" if dtype == 1 else "float16"
+    info = GraphInfo(
+        file="encode.onnx",
+        inputs=(TensorInfo(name="input_features", dtype=name, shape=("B", "T", 4)),),
+        outputs=(TensorInfo(name="y", dtype=name, shape=tuple(out)),),
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    if passes:
+        audit(model, info)
+        return
+    with pytest.raises(BundleError, match=r"node product \(MatMul\): a product in float16"):
+        audit(model, info)

@@ -27,6 +27,9 @@ from .given import input_values
 from .reading import Declared, Graph, Node, Tensor, read_attribute
 
 _ATTENTION = "com.microsoft.GroupQueryAttention"
+_TURNING = frozenset(
+    {"Transpose", "Identity", "Cast", "MatMul"}
+)  # the optimiser looks through the two in the middle
 _MOST_AXES = 8  # ours have six
 _Key = tuple[str, tuple[bytes, ...], tuple[int, ...], int]
 
@@ -39,6 +42,7 @@ class Walk:
         self._kinds: list[Value] = []
         self._places: dict[str, int] = {"": -1}  # of each name
         self._done: dict[_Key, tuple[int, ...]] = {}
+        self._turned: set[str] = set()  # values whose first axis was another before
         self._attributes: dict[tuple[str, tuple[bytes, ...]], tuple[Contract, dict[str, Any]]] = {}
 
     def check(self) -> None:
@@ -99,6 +103,8 @@ class Walk:
             places[name] = place if name else -1
         if node.op == _ATTENTION:
             self._check_cache(node)
+        elif node.op in _TURNING:
+            self._check_turned(node)
 
     def _outputs(self, node: Node, inputs: Sequence[int]) -> tuple[int, ...]:
         """What a node of these inputs gives, by its contract."""
@@ -136,6 +142,19 @@ class Walk:
         outputs = {tensor.name for tensor in self._info.outputs}
         if not (inputs.issuperset(node.inputs[3:5]) and outputs.issuperset(node.outputs[1:3])):
             raise ContractError("its cache is no input and output of the graph, wanted the runtime's buffers")
+
+    def _check_turned(self, node: Node) -> None:
+        """A product in half precision behind a transpose of the first axis ends onnxruntime 1.31 while it loads the graph."""
+        if node.op == "MatMul":
+            values = [self._kinds[self._places[name]] for name in node.inputs]
+            if values[0].dtype == "float16" and not self._turned.isdisjoint(node.inputs):
+                raise ContractError(
+                    "a product in float16 of what Transpose moved the first axis of, wanted the product first"
+                )
+            return
+        perm = self._contract(node)[1]["perm"] if node.op == "Transpose" else None
+        if self._turned.issuperset(node.inputs) if perm is None else not perm or perm[0] != 0:
+            self._turned.update(node.outputs)
 
     def _check_output(self, declared: Declared, symbols: dict[str, Dim]) -> None:
         place = self._places.get(declared.name, -1)
