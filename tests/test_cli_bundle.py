@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tiny_kinds
 from command_line import Done, bundle, checkpoint, copied, exported, program_without, reseal, tfmx
 
 import tfmx as package
@@ -181,3 +182,12 @@ def test_doctor_finds_a_missing_onnxruntime_without_failing():
     assert (done.code, done.err) == (0, "")
     assert "cannot be used: onnxruntime cannot be imported" in done.out
     assert "pip install '.[cpu]'" in done.out
+
+
+@pytest.mark.parametrize(
+    "name", ["token_classifier", "vector_regressor", "image_classifier", "recurrent_regressor"]
+)
+def test_inspect_shows_bundles_of_every_input(name, tmp_path):
+    getattr(tiny_kinds, f"write_{name}")(tmp_path / "b")
+    done = tfmx("inspect", tmp_path / "b")
+    assert (done.code, done.err) == (0, "")
