@@ -24,9 +24,10 @@ def describe_inputs(manifest: Manifest) -> str:
     if inputs.image is not None:
         channels, height, width = inputs.image
         return f"images of {channels} x {height} x {width} (channels, height, width), {inputs.length:,} positions"
-    what = f"tokens of {inputs.vocab_size:,}"
     if inputs.features is not None:
         what = f"vectors of {inputs.features:,} numbers"
+    else:
+        what = f"tokens of {inputs.vocab_size:,}"
     apart = "" if manifest.sees_pads else "; cannot see pads, so different lengths run apart"
     return f"{what}, up to {inputs.length:,}{apart}"
 

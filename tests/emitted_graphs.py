@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 from unittest import mock
 
+import onnx_ir as ir
 import torch
 from family_bundles import FAMILY, random_model
 from random_models import PLAIN, VARIANTS, random_decoder, random_source
@@ -28,6 +29,7 @@ from tfmx.export.quantiser import Numbers
 from tfmx.export.recipe import Quant
 from tfmx.export.rounding import round_nearest
 from tfmx.export.source import CheckpointSource, Source, can_stamp, checkpoint_source, open_source
+from tfmx.export.trace import Fragment
 from tfmx.export.weights import distinct, link_weights
 from tfmx.runtime.bundle import GraphInfo
 from tfmx.tfm_model.blocks import BlockFormat, Blocks, LazyBlocks
@@ -39,7 +41,7 @@ from tfmx.tfm_model.tfmx_folder import model_checkpoint
 OPSET = 18
 TARGETS: tuple[Target, ...] = ("ort", "portable")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_model.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own" / "gpt.py"
 # every form of a matrix in blocks, and what goes with it
 QUANTS = {
     "int4": Quant(bits=4, rounding="nearest"),
@@ -164,13 +166,22 @@ def own_modules(precision: Precision, opsets: list[int]) -> Iterator[Emitted]:
 @contextlib.contextmanager
 def _traced_once() -> Iterator[None]:
     """A model's trace is the same for both targets and all opsets, and nearly all the time that it takes."""
-    found: list[object] = []
+    found: list[dict[str, Fragment]] = []
     trace = whole.trace_pieces
 
     def once(*arguments: object) -> object:
         if not found:
             found.append(trace(*arguments))  # type: ignore[arg-type]
+            for fragment in found[0].values():
+                _keep_weights(fragment)
         return found[0]
 
     with mock.patch.object(whole, "trace_pieces", once):
         yield
+
+
+def _keep_weights(fragment: Fragment) -> None:
+    """They are the module's own until then, which gets its precision back after each trace."""
+    for value in fragment.weights:
+        assert value.const_value is not None
+        value.const_value = ir.Tensor(value.const_value.numpy().copy(), name=value.name)

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tiny_kinds
 from command_line import Done, bundle, checkpoint, copied, exported, program_without, reseal, tfmx
 
 import tfmx as package
@@ -50,7 +51,7 @@ def test_a_bundle_that_computes_something_else_fails():
 def test_verify_against_the_source_repeats_the_comparison():
     done = tfmx("verify", exported()[0], "--against", checkpoint())
     assert (done.code, done.notes) == (0, "")
-    assert done.stages[:3] == ["checking the files", "loading PyTorch", "verifying: PyTorch in float64"]
+    assert done.stages[:3] == ["checking the files", "loading PyTorch", "verifying: PyTorch"]
     _, header, *cases, last = done.out.splitlines()
     assert header.split() == ["case", "error", "allowed", "in", "cache", "allowed", "ratio", "argmax"]
     assert len(cases) >= 8
@@ -181,3 +182,12 @@ def test_doctor_finds_a_missing_onnxruntime_without_failing():
     assert (done.code, done.err) == (0, "")
     assert "cannot be used: onnxruntime cannot be imported" in done.out
     assert "pip install '.[cpu]'" in done.out
+
+
+@pytest.mark.parametrize(
+    "name", ["token_classifier", "vector_regressor", "image_classifier", "recurrent_regressor"]
+)
+def test_inspect_shows_bundles_of_every_input(name, tmp_path):
+    getattr(tiny_kinds, f"write_{name}")(tmp_path / "b")
+    done = tfmx("inspect", tmp_path / "b")
+    assert (done.code, done.err) == (0, "")

@@ -62,7 +62,10 @@ def test_what_would_not_change_kept_blocks_is_refused(tmp_path, blocks, options,
 
 @pytest.mark.parametrize(
     ("options", "rounding", "kinds"),
-    [(INT4, "kept", {"int4-32"}), ((*INT8, "--requantise"), "smooth", {"int8-32"})],
+    [
+        (INT4, "kept", {"int4-32", "int4-32-fine"}),
+        ((*INT8, "--requantise"), "smooth", {"int8-32", "int8-32-fine"}),
+    ],
 )
 def test_blocks_are_kept_or_rounded_again(tmp_path, blocks, options, rounding, kinds) -> None:
     done = tfmx("export", blocks, "-o", tmp_path / "out", *options)
@@ -88,7 +91,7 @@ def test_blocks_of_one_matrix_are_enough_to_round_again(tmp_path) -> None:
     done = tfmx("export", path, "-o", tmp_path / "out", *INT4, "--requantise", "--no-verify")
     assert done.code == 0, done
     quant = json.loads((tmp_path / "out" / "manifest.json").read_text())["quant"]
-    assert set(quant["matrices"].values()) == {"int4-32"}
+    assert set(quant["matrices"].values()) == {"int4-32", "int8-32"}  # mixed: what was kept is rounded too
 
 
 def manifest(folder) -> dict[str, object]:

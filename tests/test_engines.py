@@ -267,20 +267,28 @@ def recurrent(tmp_path):
     graphs = {}
     for role in ("prefill", "decode"):
         T = 1 if role == "decode" else "sequence_length"
-        inputs = [("input_ids", "int64", ("batch_size", T)), ("past_state", "float32", ("batch_size", 32))]
+        inputs = [
+            ("input_ids", "int64", ("batch_size", T)),
+            ("attention_mask", "int64", ("batch_size", T)),
+            ("past_state", "float32", ("batch_size", 32)),
+        ]
         outputs = [
             ("logits", "float32", ("batch_size", 1, 320)),
             ("present_state", "float32", ("batch_size", 32)),
         ]
         types = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}
         nodes = [
-            helper.make_node("Gather", ["embed", "input_ids"], ["x"]),
+            helper.make_node("Gather", ["embed", "input_ids"], ["all"]),
+            helper.make_node("Unsqueeze", ["attention_mask", "last"], ["mask"]),
+            helper.make_node("Cast", ["mask"], ["real"], to=onnx.TensorProto.FLOAT),
+            helper.make_node("Mul", ["all", "real"], ["x"]),
             helper.make_node("ReduceSum", ["x", "one"], ["sum"], keepdims=0),
             helper.make_node("Add", ["past_state", "sum"], ["present_state"]),
             helper.make_node("Unsqueeze", ["present_state", "one"], ["y"]),
             helper.make_node("MatMul", ["y", "head"], ["logits"]),
         ]
         constants = {"embed": weights["embed"], "head": weights["head"], "one": np.asarray([1], np.int64)}
+        constants["last"] = np.asarray([2], np.int64)
         graph = helper.make_graph(
             nodes,
             role,

@@ -85,15 +85,17 @@ def unpacked(original: Callable[..., object]) -> Callable[..., object]:
 def zero_state_of_empty_rows(original: Callable[..., object]) -> Callable[..., object]:
     """A row of pads forgets: what the LSTM op does with a length of 0."""
 
-    def faulty(self: RecurrentLowering, inputs: list, attributes: dict) -> object:
-        y, *state = original(self, inputs, attributes)
+    def faulty(self: RecurrentLowering, inputs: list, attributes: dict, *, hidden_size: int) -> object:
+        y, *state = original(self, inputs, attributes, hidden_size=hidden_size)
         return [y, *(value.producer().inputs[1] for value in state)]
 
     return faulty
 
 
 def swapped_activations(original: Callable[..., object]) -> Callable[..., object]:
-    return lambda self, inputs, attributes: original(self, inputs, {"candidate": "sigmoid", "output": "tanh"})
+    return lambda self, inputs, attributes, *, hidden_size: original(
+        self, inputs, {"candidate": "sigmoid", "output": "tanh"}, hidden_size=hidden_size
+    )
 
 
 def three_rounds(original: Callable[..., object]) -> Callable[..., object]:

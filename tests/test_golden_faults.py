@@ -232,7 +232,7 @@ def test_bundles_that_have_only_the_largest_difference_are_still_replayed(
         ("cache", None, "holds"),
         ("cache_budget", None, "holds"),
         ("spread", np.zeros(2), "do not fit together"),
-        ("spread", np.array("x"), "do not fit together"),
+        ("spread", np.array("x"), "expected numbers"),
         ("cache", np.zeros((3, 3)), "do not fit together"),
         ("cache_budget", np.zeros(12), "do not fit together"),
     ],

@@ -10,8 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import CONTEXT, tiny_model, tiny_weights
 
-from tfmx.runtime.audit.contract import ContractError, Value, check_inputs
+from tfmx.runtime.audit.contract import Call, ContractError, Value, check_inputs
 from tfmx.runtime.audit.contracts import OPS, contract_of
+from tfmx.runtime.audit.rules_elementwise import added
 from tfmx.runtime.bundle import BundleError, GraphInfo, TensorInfo
 from tfmx.runtime.graph_audit import audit_graph
 from tfmx.runtime.wire import WireError, read_message
@@ -571,3 +572,11 @@ def test_a_half_precision_product_behind_a_transpose_of_rows_is_refused(dtype, p
         return
     with pytest.raises(BundleError, match=r"node product \(MatMul\): a product in float16"):
         audit(model, info)
+
+
+def test_lists_of_no_numbers_and_of_one_go_together():
+    """A list of one broadcasts to none at all; the audit fell over its own zip."""
+    values = [Value("int64", (0,), ()), Value("int64", (1,), (3,))]
+    for inputs in (values, values[::-1]):
+        (made,) = added(Call(18, inputs, {}, 1))
+        assert (made.shape, made.elements) == ((0,), ())

@@ -153,7 +153,6 @@ def test_a_wrong_scale_is_caught(target, tmp_path: Path, monkeypatch: pytest.Mon
     [
         (Quant(bits=4, mixed=True), "goes by the names of built-in models"),
         (Quant(bits=4, skip=("positions.*",)), "matches no matrix; there are .*up.weight"),
-        (Quant(bits=4, block=128), "use --quant-block 16 or 32"),
     ],
 )
 def test_what_cannot_be_quantised_so_is_refused(quant, message: str, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_temperature_sharpens_and_flattens():
 @pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.01}])
 def test_nothing_that_is_allowed_overflows_float32(temperature, more):
     """Each at its limit, all of them together, on logits that no model has; warnings are errors here."""
+    if not temperature and more:
+        pytest.skip("without a temperature nothing is drawn, and these are refused")
     logits = np.asarray([9e7, -9e7, 9e7, -9e7, 0.0, 1.0], np.float32)
     for sign in (1, -1):
         for repetition in (1e-30, 1e30):

@@ -54,7 +54,7 @@ def arithmetic(compute: _Arithmetic) -> Callable[[Call], Sequence[Made]]:
 def _each(compute: _Arithmetic, a: Elements | None, b: Elements | None) -> Elements | None:
     if a is None or b is None or (len(a) != len(b) and 1 not in (len(a), len(b))):
         return None
-    n = max(len(a), len(b))
+    n = len(b) if len(a) == 1 else len(a)  # none at all, beside one, is none
     left, right = (part * n if len(part) == 1 else part for part in (a, b))
     return tuple(compute(x, y) for x, y in zip(left, right, strict=True))
 

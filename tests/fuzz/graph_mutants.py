@@ -390,7 +390,7 @@ def change_version(rng: Random, model: onnx.ModelProto) -> str:
     elif way == "none":
         del model.opset_import[rng.randrange(len(model.opset_import)) :]
     else:
-        opset = rng.choice(model.opset_import)
+        opset = rng.choice(model.opset_import or [model.opset_import.add()])
         opset.version = rng.choice((*range(17, 25), *range(17, 25), 0, 1, 7, 13, 16, 25, 99, -1, 2**40))
     return f"opsets {[(opset.domain, opset.version) for opset in model.opset_import]}"
 
