@@ -40,7 +40,15 @@ VARIANTS = {
     "answers-int4": ("--quant", "int4"),
     "answers-int4-act8": ("--quant", "int4", "--quant-activations", "int8"),
     "answers-int8": ("--quant", "int8", "--requantise"),
-    "answers-int8-act8": ("--quant", "int8", "--requantise", "--quant-activations", "int8"),
+    "answers-int8-symmetric": ("--quant", "int8", "--requantise", "--quant-symmetric"),
+    "answers-int8-act8": (
+        "--quant",
+        "int8",
+        "--requantise",
+        "--quant-symmetric",
+        "--quant-activations",
+        "int8",
+    ),
     "answers-int4-again": ("--quant", "int4", "--requantise"),
     "answers-int4-uniform": ("--quant", "int4", "--requantise", "--quant-uniform"),
 }

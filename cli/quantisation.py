@@ -23,7 +23,7 @@ _COMPANIONS = ("quant_block", "quant_zero_points", "quant_round", "quant_mixed",
 class Quantisation(TypedDict):
     quant: Literal["int8", "int4"] | None
     quant_block: str
-    quant_zero_points: bool
+    quant_zero_points: bool | None
     quant_round: Literal["smooth", "search", "nearest"]
     quant_mixed: bool | None
     quant_skip: tuple[str, ...]
@@ -49,8 +49,8 @@ def quant_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--quant-zero-points/--quant-symmetric",
-            default=False,
-            help="A zero point for each block (more exact, a tenth slower), or none.  [default: none]",
+            default=None,
+            help="A zero point for each block (more exact, with int4 a tenth slower), or none.  [default: with int8]",
         ),
         click.option(
             "--quant-round",

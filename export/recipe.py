@@ -30,7 +30,9 @@ FLOAT = "float"  # the form of a matrix that is not quantised
 class Quant:
     bits: Bits
     block: BlockSize = 32
-    zero_points: bool = False  # an integer zero point a block; else symmetric
+    zero_points: bool | None = (
+        False  # an integer zero point a block; else symmetric. None: just if all have 8 bits
+    )
     rounding: Rounding = (
         "smooth"  # as search, after channels were evened out where that can be (smoothing.py)
     )
@@ -68,7 +70,7 @@ class Quant:
                 unfit.add(name)
                 continue
             format_ = BlockFormat(
-                bits=8 if name in wide else self.bits, block=block, zero_points=self.zero_points
+                bits=8 if name in wide else self.bits, block=block, zero_points=self._has_zero_points
             )
             found[name] = BlockLayout(format_, fine=self._is_fine(name, matrices))
         if not found:
@@ -81,6 +83,10 @@ class Quant:
                 "lead out of an MLP; use --quant int8 or --quant-uniform"
             )
         return found
+
+    @property
+    def _has_zero_points(self) -> bool:
+        return self.bits == 8 if self.zero_points is None else self.zero_points
 
     @property
     def smooths(self) -> bool:

@@ -160,8 +160,8 @@ CANDIDATES: dict[str, Candidate] = {
         *_engine("tfmx", "tfmx", {
             "tfmx-int4": ("int4", "int4", _tfmx("--quant", "int4", "--quant-uniform")),
             "tfmx-int4-kv8": ("int4, int8 cache", "int4", _tfmx("--quant", "int4", "--quant-uniform", "--kv", "int8")),
-            "tfmx-int8": ("int8", "int8", _tfmx("--quant", "int8", "--quant-activations", "int8")),
-            "tfmx-int8-kv8": ("int8, int8 cache", "int8", _tfmx("--quant", "int8", "--quant-activations", "int8", "--kv", "int8")),
+            "tfmx-int8": ("int8", "int8", _tfmx("--quant", "int8", "--quant-symmetric", "--quant-activations", "int8")),
+            "tfmx-int8-kv8": ("int8, int8 cache", "int8", _tfmx("--quant", "int8", "--quant-symmetric", "--quant-activations", "int8", "--kv", "int8")),
             "tfmx-fp32": ("fp32", "fp32", _tfmx()),
         }),
         *_engine("llama.cpp", "llama", {
