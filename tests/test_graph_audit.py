@@ -574,6 +574,15 @@ def test_a_half_precision_product_behind_a_transpose_of_rows_is_refused(dtype, p
         audit(model, info)
 
 
+@pytest.mark.parametrize("version", [-1, 0, 3, 7, 13, 2**31])
+def test_a_file_version_that_the_exporter_does_not_write_is_refused(version):
+    """By an old one onnxruntime takes inputs that have a default for constants, and the runtime cannot give them."""
+    model, info = make()
+    model.ir_version = version
+    with pytest.raises(BundleError, match=rf"its ir_version is {version}$"):
+        audit(model, info)
+
+
 def test_lists_of_no_numbers_and_of_one_go_together():
     """A list of one broadcasts to none at all; the audit fell over its own zip."""
     values = [Value("int64", (0,), ()), Value("int64", (1,), (3,))]

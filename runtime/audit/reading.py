@@ -105,8 +105,14 @@ class Declared(NamedTuple):
     shape: tuple[int | str, ...]
 
 
+# What the exporter writes (`export/builder.py`). Below 4, inputs with a default are no inputs to onnxruntime.
+_IR_VERSIONS = range(8, 13)
+
+
 def read_graph(data: bytes) -> Graph:
     model = read_message(memoryview(data), _MODEL, "the model")
+    if model.number("ir_version") not in _IR_VERSIONS:
+        raise WireError(f"its ir_version is {model.number('ir_version')}")
     opsets = _read_opsets(model)
     if not model.has("graph"):
         raise WireError("it has no graph")
