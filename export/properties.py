@@ -72,7 +72,7 @@ def check_properties(reference: WholeReference, progress: Progress) -> None:
     also = f", and so do {len(others)} other ways of feeding it" if others else ""
     raise PropertyError(
         f"the PyTorch module is not consistent: {first.arrangement.name} gives another answer than the sequence alone and in one go, "
-        f"{first}{also}; {first.arrangement.mend}. Nothing was written; --no-verify exports the module as it is"
+        f"{first}{also}; {first.arrangement.mend}"
     )
 
 
@@ -96,8 +96,8 @@ def broken_properties(reference: WholeReference, progress: Progress) -> list[Fin
     plain = reference.plain(alone_cases, torch.float64) or []
     largest, rounding = _sizes(exact[: len(alone)], rough)
     truth = {
-        lengths_key: next(_by_element(signature, feeding, outputs))[1]
-        for lengths_key, feeding, outputs in zip(lengths, alone, exact, strict=False)
+        key: next(_by_element(signature, feeding, outputs))[1]
+        for key, feeding, outputs in zip(lengths, alone, exact, strict=False)
     }
     pairs = [
         *zip(other, exact[len(alone) :], strict=True),
