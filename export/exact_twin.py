@@ -28,7 +28,9 @@ def exact_twin(path: Path, cache_dtype: ir.DataType) -> bytes:
         if node.op_type == "Round" and _is_first_step(
             node
         ):  # else it would sum twice as many numbers as PyTorch
-            node.outputs[0].replace_all_uses_with(node.inputs[0])
+            unrounded = node.inputs[0]
+            assert unrounded is not None
+            node.outputs[0].replace_all_uses_with(unrounded)
         if node.op_type == "GroupQueryAttention" and "kv_cache_bit_width" in node.attributes:
             for index in range(_SCALES.start, _SCALES.stop):
                 node.replace_input_with(index, None)
