@@ -73,8 +73,9 @@ def find_layers(bundle: Bundle, of: str | None, wanted: list[int] | None) -> Lay
         int(extra.removeprefix(prefix)) for extra in manifest.extras(role) if extra.startswith(prefix)
     )
     if not there:
+        own = " (modules of your own cannot be)" if manifest.source.kind == "python" else ""
         raise NoMapsError(
-            f"{bundle.path} gives no {_words(name)}; export it with them: "
+            f"{bundle.path} gives no {_words(name)}; export it with them{own}: "
             "`tfmx export SOURCE -o OUT --attentions all`"
         )
     for number in wanted or ():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
@@ -110,7 +112,8 @@ def command(
             quant=read_quant(quantisation),
             kv="int8" if quantisation["kv"] == "int8" else "float",
         )
-        parity = export(source, Path(out), options, progress)
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's own module prints is no result
+            parity = export(source, Path(out), options, progress)
     seconds = time.perf_counter() - started
     if not quiet:
         _report(Bundle.open(out, check=False), parity, source, seconds, quantisation)

@@ -198,6 +198,7 @@ def _conclude(passed: list[bool], noun: str) -> None:
     if not all(passed):
         raise VerifyError(
             f"{passed.count(False)} of {plural(len(passed), noun)} failed: it is further from PyTorch than rounding explains; "
-            "export it again, and please report it if that does not help"
+            "if it is compared with what it was exported from (other weights, or ones drawn anew, differ as much), export it again, "
+            "and please report it if that does not help"
         )
     write_line(f"verified: {plural(len(passed), noun)} pass")

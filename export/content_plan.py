@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -56,7 +56,9 @@ class ContentPlan(WeightPlan):
             if name in self.can_quantise and tensor.is_floating_point()
         }
 
-    def own_matrices(self, is_linear: Callable[[str], bool], vocab_size: int | None) -> dict[str, Matrix]:
+    def own_matrices(
+        self, is_linear: Callable[[str], bool], vocab_sizes: Collection[int | None]
+    ) -> dict[str, Matrix]:
         """Of a module that is not ours: its linear layers', and the table of its tokens; no other table (of positions, say).
 
         `is_linear`: PyTorch is seen to multiply by it, so that the gate can round what goes in as the graphs do.
@@ -64,7 +66,7 @@ class ContentPlan(WeightPlan):
         return {
             name: matrix
             for name, matrix in self.matrices().items()
-            if is_linear(name) or (name not in self._columns and matrix.shape[0] == vocab_size)
+            if is_linear(name) or (name not in self._columns and matrix.shape[0] in vocab_sizes)
         }
 
     def reader(self, value: ir.Value) -> Callable[[], Tensor]:

@@ -46,7 +46,11 @@ def build_module(file: Path, factory_name: str) -> nn.Module:
         raise ModuleError(
             f"{factory_name} in {file} returns a {type(module).__name__}, wanted a torch.nn.Module"
         )
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    with users_code(
+        f"{type(module).__name__} from {factory_name} in {file} was not made ready (super().__init__() comes first)"
+    ):
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
         if tensor.is_complex():
             raise ModuleError(
                 f"{name} is complex, which ONNX has no ops for; keep cos and sin as two real buffers"

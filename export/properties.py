@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .. import TfmxError
-from .cases import Array, Run
+from .cases import Array, Case, Run
 from .parity import FACTOR
 from .progress import Progress
 from .property_cases import (
@@ -94,6 +94,7 @@ def broken_properties(reference: WholeReference, progress: Progress) -> list[Fin
     exact = reference.run(cases, None, torch.float64, progress.advance)
     rough = reference.run(alone_cases, None, torch.float32, progress.advance)
     plain = reference.plain(alone_cases, torch.float64) or []
+    _check_finite(alone_cases, exact)
     largest, rounding = _sizes(exact[: len(alone)], rough)
     truth = {
         key: next(_by_element(signature, feeding, outputs))[1]
@@ -114,6 +115,15 @@ def broken_properties(reference: WholeReference, progress: Progress) -> list[Fin
         for feeding, outputs in pairs
     ]
     return [finding for finding in findings if finding is not None]
+
+
+def _check_finite(cases: Sequence[Case], exact: Sequence[CaseOutputs]) -> None:
+    for case, outputs in zip(cases, exact, strict=False):
+        if not all(np.isfinite(main).all() for main in outputs.main):
+            raise PropertyError(
+                f"the PyTorch module gives values that are not finite in float64, for a sequence of {case.runs[-1].inputs.shape[1]}; "
+                "look for a division by zero, or a logarithm or root of what is negative"
+            )
 
 
 def _plainly(feeding: Feeding) -> Feeding:

@@ -158,7 +158,8 @@ class WholeSource:
         weights = self._held.tensors
         places = {weights[name].data_ptr() for name in linear}  # a tied weight has several names
         return plan.own_matrices(
-            lambda name: name in weights and weights[name].data_ptr() in places, self.signature.vocab_size
+            lambda name: name in weights and weights[name].data_ptr() in places,
+            {self.signature.inputs.vocab_size, self.signature.steps.vocab_size},
         )
 
     def _plain_matrices(self, plan: ContentPlan, matrices: Mapping[str, Matrix]) -> Iterator[str]:

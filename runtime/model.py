@@ -25,7 +25,7 @@ from .generate import Result, Row, Step, collect_results, make_row, run_rows
 from .inputs import Array, Input, InputReader, check_ids, whole_numbers
 from .manifest import Manifest
 from .messages import Messages
-from .sampling import SamplingOptions, fresh_seed
+from .sampling import SamplingError, SamplingOptions, fresh_seed
 from .speculation import Speculation, SpeculationError, SpeculativeEngine, check_speculation, open_drafter
 from .tokenizer import PromptError, Tokenizer
 
@@ -129,6 +129,8 @@ class Model:
     ) -> list[Result]:
         """The whole answers to several prompts, in their order."""
         options = self._options(sampling, max_new_tokens)
+        if isinstance(prompts, str):  # a sequence of its letters
+            raise PromptError("prompts is one text, wanted a list of prompts")
         rows, steps = self._begin(prompts, options, parse_special=parse_special)
         return collect_results(rows, list(steps))
 
@@ -294,6 +296,8 @@ class Model:
         self._open_graphs()
         vocab_size = self._check_generates()
         options = sampling if sampling is not None else _GREEDY
+        if not isinstance(options, SamplingOptions):
+            raise SamplingError(f"sampling is a {type(options).__name__}; it must be SamplingOptions(...)")
         if max_new_tokens is not None:
             options = replace(options, max_new_tokens=max_new_tokens)
         options.check_vocabulary(vocab_size)

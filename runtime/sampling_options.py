@@ -74,7 +74,7 @@ class SamplingOptions:
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "a stop text", text, "a text that is not empty")
         count = self.max_new_tokens
-        _require(count is None or _whole(count, 1), "max_new_tokens", count, "1 or more")
+        _require(count is None or _whole(count, 1), "max_new_tokens", count, "a whole number, 1 or more")
         for name in DRAWING:
             if self.temperature == 0 and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise SamplingError(f"{name} does nothing without temperature above 0, which makes it draw")

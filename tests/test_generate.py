@@ -484,3 +484,10 @@ def test_a_cache_is_first_made_for_a_moderate_answer(model, monkeypatch, asked, 
     next(model.generate([5, 9, 17], FREE, max_new_tokens=asked))
     next(model.chat(hi, FREE, max_new_tokens=asked))
     assert expected == [3 + room, len(model.chat_ids(hi)) + room]
+
+
+def test_one_text_is_no_batch_and_a_dictionary_no_sampling(model):
+    with pytest.raises(InputError, match="prompts is one text, wanted a list of prompts"):
+        model.generate_batch("abc", max_new_tokens=1)
+    with pytest.raises(InputError, match="sampling is a dict; it must be SamplingOptions"):
+        list(model.generate("abc", {"temperature": 1}))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from broken_encoders import BROKEN_ENCODERS, ENCODER
 from broken_modules import BROKEN, GPT, RNN
+from command_line import tfmx as tfmx_command
 from torch import nn
 
 import tfmx
@@ -16,6 +17,7 @@ from tfmx import InputError, TfmxError
 from tfmx.export.options import ExportOptions
 from tfmx.export.pipeline import export, export_module
 from tfmx.export.properties import PropertyError
+from tfmx.export.recipe import Quant
 
 
 def write(folder: Path, text: str) -> str:
@@ -111,3 +113,42 @@ def test_a_module_in_memory_is_exported_and_held_to_the_reference_that_is_given(
     with pytest.raises(PropertyError, match="its plain forward `reference` gives another answer"):
         export_with(lambda ids: bigram(ids.flip(1)))
     assert tfmx.load(tmp_path / "bundle").manifest.source.files == {}
+
+
+def test_values_that_are_not_finite_are_called_that(tmp_path: Path) -> None:
+    text = GPT.replace(
+        "return self.head(self.norm(x)), present", "return self.head(self.norm(x)) / 0 * 0, present"
+    )
+    assert text != GPT
+    with pytest.raises(PropertyError, match="gives values that are not finite in float64"):
+        export(write(tmp_path, text), tmp_path / "bundle", ExportOptions())
+
+
+def test_a_module_that_forgot_its_beginning_is_told_so(tmp_path: Path) -> None:
+    text = "from torch import nn\nclass Own(nn.Module):\n    def __init__(self):\n        self.x = 1\ndef build():\n    return Own()\n"
+    with pytest.raises(InputError, match=r"super\(\).__init__\(\) comes first"):
+        export(write(tmp_path, text), tmp_path / "bundle", ExportOptions())
+
+
+def test_what_a_module_prints_is_no_result(tmp_path: Path) -> None:
+    text = ENCODER.replace("        x, real =", "        print('from the module')\n        x, real =")
+    assert text != ENCODER
+    done = tfmx_command("export", write(tmp_path, text), "-o", tmp_path / "bundle")
+    assert done.code == 0, done
+    assert "from the module" not in done.out
+    assert "from the module" in done.err
+
+
+def test_an_encoders_table_of_tokens_is_quantised_too(tmp_path: Path) -> None:
+    text = (
+        ENCODER.replace("nn.Embedding(23, 16)", "nn.Embedding(23, 32)")
+        .replace("nn.Linear(16,", "nn.Linear(32,")
+        .replace("nn.Linear(32, 16)", "nn.Linear(32, 32)")
+    )
+    quant = Quant(bits=4, rounding="nearest")
+    parity = export(write(tmp_path, text), tmp_path / "bundle", ExportOptions(quant=quant))
+    assert parity is not None
+    assert parity.passed
+    with tfmx.load(tmp_path / "bundle") as model:
+        assert model.manifest.quant is not None
+        assert model.manifest.quant.matrices["table.weight"] == "int4-32"

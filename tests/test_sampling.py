@@ -266,7 +266,7 @@ def test_logprobs_are_the_models_own_before_every_option():
         ({"stop_token_ids": (-5,)}, "a stop token is -5; it must be a token id"),
         ({"stop": "end"}, "stop is 'end'; it must be a tuple of texts"),
         ({"stop": ("",)}, "a stop text is ''; it must be a text that is not empty"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be a whole number, 1 or more"),
     ],
 )
 def test_an_impossible_option_is_an_error_that_says_what_is_possible(options, line):

@@ -63,7 +63,7 @@ def _existing(source: str) -> Path:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"there is no file or folder {source!r}; give a local Hugging Face folder or a .gguf file"
+            f"there is no file or folder {source!r}; give a local Hugging Face folder, a .gguf file, path/to/file.py:factory or preset:NAME"
         ) from error
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
         raise CheckpointError(f"{path} is a {kind_of(mode)}, wanted a Hugging Face folder or a .gguf file")

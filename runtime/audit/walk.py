@@ -42,7 +42,7 @@ class Walk:
         self._kinds: list[Value] = []
         self._places: dict[str, int] = {"": -1}  # of each name
         self._done: dict[_Key, tuple[int, ...]] = {}
-        self._turned: set[str] = set()  # values whose first axis was another before
+        self._turned: set[str] = set()  # values that `_check_turned` looks for
         self._attributes: dict[tuple[str, tuple[bytes, ...]], tuple[Contract, dict[str, Any]]] = {}
 
     def check(self) -> None:
@@ -144,16 +144,23 @@ class Walk:
             raise ContractError("its cache is no input and output of the graph, wanted the runtime's buffers")
 
     def _check_turned(self, node: Node) -> None:
-        """A product in half precision behind a transpose of the first axis ends onnxruntime 1.31 while it loads the graph."""
+        """A half-precision product with a constant behind a transpose that moves the first axis further back ends onnxruntime 1.31
+        while it loads the graph (of all orders of 2 to 4 axes these two: 1, ..., 0, last and 1, ..., last, 0)."""
         if node.op == "MatMul":
             values = [self._kinds[self._places[name]] for name in node.inputs]
-            if values[0].dtype == "float16" and not self._turned.isdisjoint(node.inputs):
+            is_half = values[0].dtype == "float16" and any(value.is_constant for value in values)
+            if is_half and not self._turned.isdisjoint(node.inputs):
                 raise ContractError(
-                    "a product in float16 of what Transpose moved the first axis of, wanted the product first"
+                    "a product of a constant in float16 and what Transpose moved the first axis of, wanted the product first"
                 )
             return
-        perm = self._contract(node)[1]["perm"] if node.op == "Transpose" else None
-        if self._turned.issuperset(node.inputs) if perm is None else not perm or perm[0] != 0:
+        if node.op != "Transpose":
+            turns = self._turned.issuperset(node.inputs)
+        else:
+            perm = tuple(self._contract(node)[1]["perm"])
+            n = len(perm)
+            turns = n > 2 and perm in {(*range(1, n - 1), 0, n - 1), (*range(1, n), 0)}
+        if turns:
             self._turned.update(node.outputs)
 
     def _check_output(self, declared: Declared, symbols: dict[str, Dim]) -> None:
