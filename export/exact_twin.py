@@ -1,8 +1,7 @@
 """A graph that rounds nothing on the way, made of one that does.
 
 It reads the same weights through the same nodes. What remains between the two is the rounding of activations
-(MatMulNBits at accuracy level 4, and what is rounded in two steps before it) and of the cache (int8 keys and values in
-GroupQueryAttention).
+(MatMulNBits at accuracy level 4) and of the cache (int8 keys and values in GroupQueryAttention).
 """
 
 from __future__ import annotations
@@ -25,12 +24,6 @@ def exact_twin(path: Path, cache_dtype: ir.DataType) -> bytes:
     for node in graph:
         if node.op_type == "MatMulNBits":
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", EXACT_LEVEL)
-        if node.op_type == "Round" and _is_first_step(
-            node
-        ):  # else it would sum twice as many numbers as PyTorch
-            unrounded = node.inputs[0]
-            assert unrounded is not None
-            node.outputs[0].replace_all_uses_with(unrounded)
         if node.op_type == "GroupQueryAttention" and "kv_cache_bit_width" in node.attributes:
             for index in range(_SCALES.start, _SCALES.stop):
                 node.replace_input_with(index, None)
@@ -42,12 +35,3 @@ def exact_twin(path: Path, cache_dtype: ir.DataType) -> bytes:
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
     return serialised(model)
-
-
-def _is_first_step(node: ir.Node) -> bool:
-    """Of inputs that a product gets in two steps (`OrtLowering.block_linear`)."""
-    following = [use for value in node.outputs for use, _ in value.uses()]
-    return bool(following) and all(
-        step.op_type == "Mul" and "Concat" in {use.op_type for use, _ in step.outputs[0].uses()}
-        for step in following
-    )
