@@ -12,6 +12,8 @@ _SHOWN = 6  # labels of classes
 
 
 def describe_length(manifest: Manifest) -> str:
+    if manifest.kind == "encoder" and manifest.inputs.image is not None:
+        return describe_inputs(manifest)
     if manifest.kind == "encoder":
         return f"up to {manifest.max_context:,} positions"
     if manifest.kind == "encoder-decoder":

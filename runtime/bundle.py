@@ -60,6 +60,7 @@ _LARGEST_MANIFEST = (
     16 << 20
 )  # bytes; SmolLM2's has 0.2 MB, and as objects JSON takes up to 25 times as much memory
 _SMALL_FILES = 1 << 30  # of all files but the weights together: they are read into memory
+_HOLES_FROM = 1 << 30  # bytes: 0.7 s of sums
 _PADDING = 16 << 20  # of the weights: less than 4096 bytes a tensor
 
 
@@ -199,12 +200,26 @@ def _check_listing(folder: Path, manifest: Manifest) -> tuple[str, ...]:
             raise BundleError(
                 f"{path} has {size} bytes, the manifest says {info.size}; copy or export it again"
             )
+        _check_no_hole(path)
     with os.scandir(folder) as entries:
         others = [entry for entry in entries if entry.name != MANIFEST and entry.name not in manifest.files]
         foreign = sorted(entry.name for entry in others if not is_ignored(entry))
     if foreign:
         raise BundleError(f"{folder / foreign[0]} is not part of the bundle; remove it")
     return tuple(sorted(entry.name for entry in others))
+
+
+def _check_no_hole(path: Path) -> None:
+    """A file of 1 TB with nothing in it takes no room, is made in no time, and would be summed for half an hour.
+
+    A copy that was broken off may look the same. Half, since a file system may compress; Windows does not say.
+    """
+    status = os.lstat(path)
+    on_disk = 512 * getattr(status, "st_blocks", status.st_size)
+    if status.st_size > _HOLES_FROM and on_disk < status.st_size // 2:
+        raise BundleError(
+            f"{path} says {status.st_size:,} bytes, of which {on_disk:,} are on the disk; copy or export it again"
+        )
 
 
 def _plain_size(path: Path) -> int:

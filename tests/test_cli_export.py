@@ -272,6 +272,7 @@ def test_the_layers_of_attention_outputs_reach_the_exporter(arguments, wanted, t
     ("write", "words"),
     [
         (tiny_kinds.write_token_classifier, "up to 24 positions"),
+        (tiny_kinds.write_image_classifier, "images of 3 x 8 x 12 (channels, height, width), 7 positions"),
         (tiny_kinds.write_recurrent_regressor, "context 20"),
         (tiny_kinds.write_encoder_decoder, "source up to 24 positions, context 20"),
     ],
