@@ -142,21 +142,23 @@ def _compare(bundle: Bundle, source: str, progress: Bars) -> tuple[CaseParity, .
 
 
 def _report_comparison(cases: tuple[CaseParity, ...]) -> None:
-    rows = [("case", "error", "allowed", "in cache", "allowed", "ratio", "argmax", "")]
+    has_cache = any(case.state_budget for case in cases)
+    rows = [
+        ("case", "error", "allowed", *(("in cache", "allowed") if has_cache else ()), "ratio", "argmax", "")
+    ]
     rows += [
         (
             case.name,
             f"{case.error:.2e}",
             f"{case.budget:.2e}",
-            f"{case.state_error:.2e}",
-            f"{case.state_budget:.2e}",
+            *((f"{case.state_error:.2e}", f"{case.state_budget:.2e}") if has_cache else ()),
             f"{case.ratio:.2f}",
             f"{case.argmax_agreement:.1%}",
             _verdict(case.passed),
         )
         for case in cases
     ]
-    write_table(rows, align="<>>>>>>")
+    write_table(rows, align="<" + ">" * (len(rows[0]) - 2))
     _conclude([case.passed for case in cases], "case")
 
 
